@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """From 5 seeds on an interval of the median that covers it with 90% or more; else the least and the greatest.
+        """With 5 seeds or more, a confidence interval of the median of at least 90%; else the least and the greatest.
 
         Of n independent runs k or fewer lie below the median with the probability of k or fewer heads in n tosses.
         """

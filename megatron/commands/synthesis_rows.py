@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def rows_of(best: "Synthesis") -> list[tuple[str, str]]:
-    """Return what is printed of a program whose batches drain."""
+    """Return the names and values to print about a program whose batches drain."""
     from megatron.pipeline.synthesis.search import bubble
 
     problem = best.problem
@@ -30,7 +30,7 @@ def rows_of(best: "Synthesis") -> list[tuple[str, str]]:
 
 
 def steady_rows(best: "Steady") -> list[tuple[str, str]]:
-    """Return what is printed of a program for 2bw."""
+    """Return the names and values to print about a program for 2bw."""
     named = ", ".join(f"{name}: {held:g}" for name, held in best.named.items())
     return [
         ("time of a batch", f"{best.seconds:g}"),

@@ -108,7 +108,7 @@ def _of_profile(options: argparse.Namespace) -> ConstantsFit:
 
 
 def calibration_of(fit: ConstantsFit, *, name: str, about: str) -> Calibration:
-    """The calibration of today that a fit gives."""
+    """The calibration that a fit gives, with today's date."""
     return Calibration(
         name=name,
         about=about,

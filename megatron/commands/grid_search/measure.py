@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0, or 1 where a run did not end well."""
+    """Run the command. Returns the exit status: 0, or 1 if a run failed."""
     argv, architecture, notes = read_argv(options)
     command_line.require_folder(options.output)
     for note in notes:

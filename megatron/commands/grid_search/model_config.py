@@ -132,7 +132,7 @@ _MODELS = ("model_script", "model_yaml", "model_config", "model")
 
 @dataclass(frozen=True)
 class ConfiguredModel:
-    """Flags of a training program, `--architecture`, and lines for the user about what was taken how."""
+    """Flags of a training program, `--architecture`, and lines for the user on how the configuration was read."""
 
     argv: list[str]
     architecture: str
@@ -152,10 +152,10 @@ def model_of_config(path: str, *, sequence_length: int | None) -> ConfiguredMode
     """The model of a `config.json`.
 
     Args:
-        sequence_length: of the training, where that is known; attention to a window of no less is attention to all.
+        sequence_length: tokens of a training sequence; None: unknown. A window that is at least as long has no effect.
 
     Raises:
-        ValueError: no mapping, a family that is not known, what is missing or no number, or what has no flag.
+        ValueError: the file is no mapping, the family is unknown, a key is missing or no number, or has no flag.
     """
     document = read_document(path)
     if not isinstance(document, Mapping):
@@ -164,7 +164,7 @@ def model_of_config(path: str, *, sequence_length: int | None) -> ConfiguredMode
 
 
 def add_configured_arguments(model: argparse.ArgumentParser) -> None:
-    """How a model may be given that others have described."""
+    """Add the flags that name a published model, or the `config.json` of one."""
     model.add_argument("--model-config", metavar="FILE",
                        help=f"config.json of Hugging Face: {', '.join(KNOWN)}; --seq-length besides")  # fmt: skip
     model.add_argument("--model", metavar="NAME", help="one that is known by name; --seq-length besides")

@@ -68,7 +68,7 @@ _MOST_SEQUENCES = 10_000_000  # of a batch, of which all divisors are looked for
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """A search with what it was for. `planner_of`: by tensor parallel size."""
+    """The outcome of a search, and its inputs. `planner_of`: tensor parallel size -> planner."""
 
     outcome: Outcome
     planner_of: Callable[[int], Planner]
@@ -181,7 +181,7 @@ def search_for(
 
 
 def planners_for(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> Callable[[int], Planner]:
-    """The planner of a tensor parallel size, made once each. Raises ValueError where a file is wrong."""
+    """Tensor parallel size -> planner, as a function that makes each planner once. Raises ValueError for a wrong file."""
     job, calibration = model.job, load_calibration(options.calibrated_on)
     profile = None if options.predict_from is None else load_profile(options.predict_from)
 

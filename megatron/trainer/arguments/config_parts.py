@@ -25,13 +25,13 @@ Facts = dict[str, object]
 
 
 class Part(ABC):
-    """Some keys of a configuration. `names`: these keys."""
+    """A part of a configuration: the keys `names`."""
 
     names: tuple[str, ...]
 
     @abstractmethod
     def read(self, config: Mapping[str, object]) -> Facts:
-        """The values of flags that the keys mean. Raises ValueError for a key that is missing, or that no flag says."""
+        """The values of flags that the keys mean. Raises ValueError for a missing key, or a value that no flag has."""
 
     @abstractmethod
     def write(self, facts: Facts) -> dict[str, object]:
@@ -82,7 +82,7 @@ class Number(Part):
     Attributes:
         key, also: the key, and other names of it in older or newer files.
         dests: the destinations that have this value.
-        absent: the key may be missing or null, and then has the value that this makes of the configuration.
+        absent: configuration -> the value of a missing or null key.
         neutral: what is written where the flag is not given.
     """
 
@@ -221,7 +221,7 @@ _FEED_FORWARDS = {"relu": ("relu", False, "relu"), "gated-gelu": ("gated_gelu", 
 
 
 class FeedForward(Part):
-    """A T5's activation. transformers writes what it makes of the key beside it."""
+    """A T5's activation. transformers also writes the keys that it derives from this one."""
 
     names = ("feed_forward_proj", "is_gated_act", "dense_act_fn")
 
@@ -242,7 +242,7 @@ class FeedForward(Part):
 class HeadOfT5(Part):
     """A T5's head: the embedding, with a scaled input, or one of its own.
 
-    Newer versions of transformers write `tie_word_embeddings` true for both, and beside it what tells them apart.
+    Newer versions of transformers write `tie_word_embeddings` true for both, and another key that tells them apart.
     """
 
     names = ("tie_word_embeddings", "scale_decoder_outputs")
@@ -308,7 +308,7 @@ class DenseBefore(Part):
 
 
 class SharedExperts(Part):
-    """Experts that every token passes, which are one wide expert here. Behind the width of an expert."""
+    """Experts that every token passes; here they are one wide expert. Read after the width of an expert."""
 
     names = ("n_shared_experts",)
 

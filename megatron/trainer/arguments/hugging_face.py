@@ -162,7 +162,7 @@ _PROGRAMS = {family.architecture: PROGRAMS[family.architecture][0] for family in
 def take_over(args: Arguments, model: Model, source: object) -> list[str]:
     """Complete parsed arguments by a model, for `--load-hf`; returns the flags that were taken, as a note.
 
-    Raises ValueError for a flag of the command line that says another model.
+    Raises ValueError for a flag of the command line that contradicts the model.
     """
     taken = []
     for name, kind in _OLD_NAMES.items():
@@ -256,10 +256,10 @@ def config_of(args: Arguments, *, dtype: str, model_type: str | None = None) -> 
     """The configuration of the model that completed arguments describe.
 
     Args:
-        dtype: of the weights, by torch's name.
+        dtype: torch's name of the weights' dtype.
         model_type: the family; None: the one that fits.
 
-    Raises ValueError where none fits, with the flag that does not, where the family is named.
+    Raises ValueError if none fits; with `model_type` the error names the flag that does not fit.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} cannot be converted; these can: {', '.join(FAMILIES)}")

@@ -33,12 +33,12 @@ class Family:
 
     Attributes:
         model: transformers' class of the model with a head for text.
-        parts: what a configuration says.
+        parts: the parts of a configuration.
         fixed: values of flags that all models of the family have.
         free: flags that take the configuration's value unless the command line gives another, since that changes no
             weight and no meaning of one.
         no_effect: further keys without influence on a trained model.
-        architecture: of the program that trains it.
+        architecture: the architecture of the program that trains it.
     """
 
     model: str

@@ -55,7 +55,7 @@ _PACKAGES = {_ENGINE: "has_transformer_engine", "apex": "has_apex", "deep_ep": "
 def assumed_platform(packages: Iterable[str] | None) -> Platform:
     """A machine with CUDA and `packages`, each NAME or NAME==VERSION; None: with all, in their newest versions.
 
-    Raises ValueError for another package, or a version that is none.
+    Raises ValueError for another package, or an invalid version.
     """
     if packages is None:
         return Platform(is_cuda=True, **dict.fromkeys(_PACKAGES.values(), True))
@@ -177,7 +177,7 @@ _SCALES = "NVTE_APPLY_QK_LAYER_SCALING"
 
 
 def require_attention_environment(args: Arguments, environment: Mapping[str, str]) -> None:
-    """Raise ValueError where a variable of Transformer Engine says another attention than the flags."""
+    """Raise ValueError where a variable of Transformer Engine selects another attention than the flags."""
     wanted = dict(zip(_ATTENTION_VARIABLES, _VALUES_OF_BACKEND[args.attention_backend], strict=True))
     for name, value in wanted.items():
         if environment.get(name, value) != value:

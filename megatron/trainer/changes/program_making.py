@@ -64,7 +64,7 @@ class ProgramInMaking:
         self._is_made = False
 
     def announce(self, engine: PipelineEngine) -> None:
-        """Let the next batch say whether the program is there."""
+        """Tell all ranks with the next batch's stop requests if the search is over."""
         if self._failure is not None or (self._search is not None and self._search.is_over):
             engine.stop_requests |= MADE
 
@@ -76,7 +76,7 @@ class ProgramInMaking:
         return iteration == self._measured_at or self._is_made
 
     def go_on(self, run: Run) -> bool:
-        """Begin to search, or change to the program that was made; returns whether that was all.
+        """Begin to search, or change to the program that was made. Returns whether nothing is left to do.
 
         Collective: every rank must call it. Precondition: the pipeline is drained.
         """

@@ -38,14 +38,15 @@ class Row:
     """A kind of tensor.
 
     Attributes:
-        key: here; `*` stands for the layers' part of the key. Layers of multi-token prediction have the rows with `*`,
-            too, and alone those whose key begins with `+`.
-        names: there, with `{layer}`, the layer `{before}` it, the `{last}` one, and `{expert}`.
-        first: the names of the first layer, where they are others.
+        key: the key in our checkpoints; `*` stands for the layers' part of the key. Layers of multi-token prediction
+            have the rows with `*`, too, and only they have the rows whose key begins with `+`.
+        names: the names in Hugging Face's files, with `{layer}`, the layer `{before}` it, the `{last}` one, and
+            `{expert}`.
+        first: the names in the first layer, if they differ.
         where: the models that have it.
         has_experts: True if only layers with experts have it, False if only layers without; None: all layers.
-        stacked: the tensors of all experts of a layer are one there.
-        copies: names there of copies of the tensor, of which each layer of multi-token prediction has one.
+        stacked: the files have one tensor for all experts of a layer.
+        copies: names of copies of the tensor in the files; each layer of multi-token prediction has one.
     """
 
     key: str

@@ -44,14 +44,14 @@ class Tensor:
     """A tensor of a model, as a checkpoint holds it.
 
     Attributes:
-        key: in checkpoints, without the number of the layer.
-        index: of the layer, and of the expert, where it has these.
-        stack: how many layers, and experts, the checkpoint's tensor has.
-        shape: without these axes: (rows, columns), or (rows,).
-        pieces: rows that come from files, in order; further rows are padding of the vocabulary.
-        transposed: files have its columns as rows.
-        stacked: files have the tensors of all experts of a layer in one.
-        copies: names of further tensors there that are the same.
+        key: its key in checkpoints, without the number of the layer.
+        index: the numbers of its layer and its expert, if it has them.
+        stack: the numbers of layers and of experts that the checkpoint's tensor has.
+        shape: its shape without these axes: (rows, columns), or (rows,).
+        pieces: rows that come from the other format's files, in order; further rows are padding of the vocabulary.
+        transposed: the files have its columns as rows.
+        stacked: the files have one tensor for all experts of a layer.
+        copies: names of further tensors in the files that equal this one.
     """
 
     key: str
@@ -66,8 +66,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor there: its shape, and the tensors here that have its rows (or columns), each with its pieces, in the
-    order of the file. `copy_of`: the name of the tensor that it repeats."""
+    """A tensor of the other format's files: its shape, and our tensors that have its rows (or columns), each with its
+    pieces, in the order of the file.
+
+    `copy_of`: the name of the tensor that it repeats.
+    """
 
     shape: tuple[int, ...]
     places: tuple[tuple[Tensor, tuple[Piece, ...]], ...]
@@ -80,7 +83,7 @@ Layout = Callable[[TrainConfig, tuple[str, ...]], tuple[tuple[int, ...], list[Pi
 
 
 def copied(rows: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], int] | None = None) -> Layout:
-    """One tensor as it is."""
+    """The layout of one tensor that is copied as it is."""
 
     def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
         shape = (rows(args),) if columns is None else (rows(args), columns(args))
@@ -100,8 +103,10 @@ def vocabulary_bias(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[in
 
 
 def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
-    """For each group: its heads' queries, then its keys, then its values. `names`: of the three; or one for all, in
-    which all queries come first, then all keys."""
+    """The layout of an attention's projection: for each group its heads' queries, then its keys, then its values.
+
+    `names`: the names of the three tensors, or of one tensor that has all queries, then all keys, then all values.
+    """
 
     def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
         heads, groups, width = args.num_attention_heads, num_groups(args), args.kv_channels
@@ -184,7 +189,7 @@ def canonical(key: str) -> tuple[str, tuple[int, ...]]:
 
 
 def sources_of(tensors: Iterator[Tensor]) -> dict[str, Source]:
-    """The tensors there, in the order in which the tensors here need them; copies behind what they repeat."""
+    """The files' tensors in the order in which our tensors need them; a copy follows the tensor that it repeats."""
     places: dict[str, dict[tuple, tuple[Tensor, list[Piece]]]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:

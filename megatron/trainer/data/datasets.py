@@ -57,10 +57,10 @@ class Datasets:
     """The data of a run on one rank.
 
     Attributes:
-        parts: for training, validation and test, each None where this rank needs none or there is none.
+        parts: the datasets for training, validation and test; None if there is none, or this rank needs none.
         has_split: whether there are data for training, validation and test; the same on every rank.
-        digest: of the training data, where these have one.
-        notes: what there is to say of the data, the same on every rank.
+        digest: the digest of the training data, if they have one.
+        notes: sentences about the data for the log, the same on every rank.
     """
 
     parts: list

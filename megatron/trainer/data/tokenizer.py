@@ -105,7 +105,7 @@ class WordPieceTokenizer(FastTokenizer):
 class SentinelTokenizer(WordPieceTokenizer):
     """BERT's tokenizer with the tokens of a T5: [BOS], [EOS], and an extra id for each run of words that is taken out.
 
-    Those that the vocabulary lacks come behind it, in this order, as in Megatron-LM.
+    Tokens that the vocabulary lacks get ids behind it, in this order, as in Megatron-LM.
     """
 
     bos = eos = -1

@@ -38,15 +38,16 @@ class PlannedChange:
     """One change of a run.
 
     Attributes:
-        iteration, arrangement: behind which, to what.
-        num_bytes: of the rank that is fullest from then on.
-        bytes_in_change: of the fullest rank within the change, where the state of before, but for gradients, and that
-            of after are held, without activations.
-        rank: of the pipeline behind it, the one that takes the more of both.
-        bytes_moved: that ranks send each other at most, all together.
-        outlook: seconds of a batch, up to a factor; None where no other cut is looked for.
-        waiting_bytes: of operands of collectives, which a rank needs room for beside `num_bytes`, and not within the
-            change, where nothing is computed (planner/job/estimate.py).
+        iteration: the last iteration before the change.
+        arrangement: the arrangement after it.
+        num_bytes: bytes of the fullest rank after the change.
+        bytes_in_change: bytes of the fullest rank during the change: the old state without gradients, and the new
+            state, without activations.
+        rank: the pipeline rank, in the new pipeline, that takes the larger of these two.
+        bytes_moved: an upper bound on the bytes that ranks send each other, summed over all ranks.
+        outlook: seconds of a batch, up to a factor; None if no other cut is searched.
+        waiting_bytes: bytes of waiting operands of collectives, for which a rank needs room beside `num_bytes`, but not
+            during the change, when nothing is computed (planner/job/estimate.py).
     """
 
     iteration: int
@@ -69,7 +70,7 @@ class PlannedChange:
 
     @property
     def speedup(self) -> float | None:
-        """The factor by which batches are faster than without another cut."""
+        """The factor by which batches become faster by the new cut."""
         return self.outlook.before / self.outlook.after if self.outlook is not None and self.outlook.after else None
 
     def judge(self, gib: float) -> Verdict:

@@ -29,9 +29,9 @@ class PromptFormat:
     """How a conversation is written.
 
     Attributes:
-        around: role -> what stands before and behind a message. Of an answer, what stands behind is learned, too.
-        begin: what stands before the first message.
-        removed: words that are taken out of messages that are no answers.
+        around: role -> the texts before and behind a message. The text behind an answer is learned, too.
+        begin: the text before the first message.
+        removed: words that are removed from messages other than answers.
     """
 
     around: Mapping[str, tuple[str, str]]
@@ -39,7 +39,7 @@ class PromptFormat:
     removed: tuple[str, ...] = ()
 
     def texts(self, conversation: Conversation) -> Iterator[tuple[str, bool]]:
-        """(text, whether it is an answer), in order; neighbours that are no answers are one text."""
+        """(text, whether it is an answer), in order; neighbouring texts that are no answers are joined."""
         pieces = [(self.begin, False)]
         for role, content in conversation:
             before, behind = self.around[role]

@@ -76,10 +76,10 @@ class Change:
     """The outcome of a change of arrangement.
 
     Attributes:
-        before, after: how the job was arranged, and is.
-        num_layers: of the model.
-        num_bytes: of all ranks' new state, and how many of them came from other ranks.
-        seconds: from the old engine's end to the new one's beginning.
+        before, after: the old and the new arrangement.
+        num_layers: number of layers of the model.
+        num_bytes, bytes_moved: bytes of all ranks' new state, and how many of them came from other ranks.
+        seconds: from the end of the old engine to the start of the new one.
     """
 
     before: Arrangement
@@ -244,7 +244,7 @@ class RankAssignment:
 def assign_rank(args: TrainConfig, store: Store, *, rank: int, world_size: int, timeout: timedelta) -> RankAssignment:
     """Find this process's logical rank and write it to RANK. Collective over the job's `store`.
 
-    Where the flags ask for nothing, nothing is exchanged and ranks stay as the launcher gave them.
+    If the flags ask for no mapping, nothing is exchanged, and ranks stay as the launcher gave them.
 
     Raises:
         SameEverywhere: a file, the hosts or the mapping is wrong.

@@ -32,8 +32,8 @@ from megatron.trainer.plan.auto_costs import CostsOf
 def problems_of(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
     """Return the problems that have a stand-in's placement: one, or one for each set of stages that may be recomputed.
 
-    Sizes are in GiB. Under a limit there is room for receives as far ahead as any search puts them, or where this
-    leaves none to activations, for fewer (`within_limit`). Raises ValueError where nothing fits the limit.
+    Sizes are in GiB. A limit leaves room for the most receives ahead that a search posts, or for fewer if nothing
+    would be left for activations (`within_limit`). Raises ValueError if nothing fits the limit.
     """
     layers, config = _layers(config), costs_of.with_vocabulary(config)
     costs, limit, drains = costs_of(config, layers), config.pipeline_memory_limit, _weights(config).drains
@@ -51,7 +51,7 @@ def problems_of(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
 def moving_problems_of(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
     """Return the problems whose programs may move activations, with room for what that takes.
 
-    They are none where --pipeline-moves asks for none or a limit has no room. Raises ValueError where costs have no
+    There are none if --pipeline-moves asks for none or a limit has no room. Raises ValueError if the costs have no
     times of moves.
     """
     layers, config = _layers(config), costs_of.with_vocabulary(config)
@@ -106,7 +106,7 @@ def _problems(
 
 
 def first_of(weights: WeightPolicy, problems: Sequence[Problem]) -> Synthesis | Steady:
-    """Return the program with which a job begins that has not measured itself."""
+    """Return the program with which a job begins before it has measured its costs."""
     if weights.drains:
         return min((synthesize(each, rounds=0) for each in problems), key=lambda each: each.seconds)
     return leanest([begin_steady(each, weights=weights) for each in problems])

@@ -137,10 +137,10 @@ def make(
 def better(
     config: TrainConfig, costs_of: CostsOf, found: Sequence[Synthesis] | Steady, problems: Sequence[Problem]
 ) -> MadeProgram:
-    """Return what a run goes on with for the costs that it has measured.
+    """Return the program with which a run goes on after it has measured its costs.
 
-    That is what was found for the problems, or where this is no better by these costs, the program with which the run
-    began. Better is faster; and where batches follow one another, also as fast in less memory.
+    This is the program found for the problems, if by these costs it is better than the program with which the run
+    began; otherwise the latter. Better means faster, or, if batches follow one another, as fast with less memory.
     """
     begun, was = config.made_program, json.loads(config.made_program.certificate)
     now = f"that of {begins_with(was['begun_with'])}, with which the job began, takes"

@@ -153,7 +153,7 @@ class Job:
 
     @property
     def fp8_recipe(self) -> str | None:
-        """The recipe of the linears in FP8; None: they are not."""
+        """The recipe of the linears in FP8; None: they are not in FP8."""
         return None if self._alone.fp8 is None else self._alone.fp8_recipe
 
     @property
@@ -171,7 +171,7 @@ class Job:
 
     @property
     def usual_vocabulary(self) -> tuple[str, int]:
-        """Whose vocabulary is taken where --vocab-size is not given, and how many words that has."""
+        """The name and the size of the vocabulary that is assumed without --vocab-size."""
         return usual_vocabulary(self._given)
 
     @property

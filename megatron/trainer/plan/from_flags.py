@@ -304,8 +304,8 @@ def hosting_of(args: TrainConfig) -> Hosting | None:
 
 
 def prove(args: TrainConfig) -> tuple[CheckReport, Demand]:
-    """Build and prove what the run would execute; returns the report of its largest batches, and the most that any
-    batch demands.
+    """Build and prove what the run would execute; returns the report of its largest batches, and the largest demand of
+    any batch.
 
     The runtime executes segments of a stream, whose programs are proved as they are built: here every batch size of the
     run, from each to the next, and the evaluation. The largest size is proved for any number of batches besides.

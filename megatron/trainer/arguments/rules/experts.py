@@ -37,7 +37,7 @@ def _is_neutral(args: Arguments, name: str) -> bool:
 
 
 def counted_tokens(args: Arguments) -> None:
-    """Refuse routers that count over a batch where batches are not counted. After the rules of schedules."""
+    """Refuse routers that count tokens over a batch if the run counts none. Runs after the rules of schedules."""
     if args.num_experts is None:
         return
     what = {

@@ -9,7 +9,7 @@ from megatron.trainer.arguments.rules.stages import layer_split
 
 
 def fp8(args: Arguments) -> None:
-    """Refuse what does not go with FP8. After the rules of schedules and stages."""
+    """Refuse what does not go with FP8. Runs after the rules of schedules and stages."""
     if args.fp8 is None:
         if args.moe_router_padding_for_quantization:
             raise ValueError("--moe-router-padding-for-quantization is for FP8; add --fp8-format, or leave it out")

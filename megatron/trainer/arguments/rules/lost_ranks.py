@@ -43,7 +43,7 @@ _REFUSED: tuple[_Row, ...] = (
 
 
 def lost_ranks(args: Arguments) -> None:
-    """Refuse what a run cannot have that goes on without lost ranks."""
+    """Refuse the flags that do not go with a run that goes on without lost ranks."""
     if args.redundant_optimizer and not args.use_distributed_optimizer:
         raise ValueError(
             "--redundant-optimizer keeps copies of shards, and without --use-distributed-optimizer each replica has "

@@ -159,7 +159,7 @@ def classifier(args: Arguments) -> None:
 
 
 def data_paths(args: Arguments) -> dict[str, list[str]]:
-    """Files and folders by what they are for: "train", "valid" and "test", each maybe empty."""
+    """Purpose ("train", "valid", "test") -> its files and folders, if any."""
     if args.data_path:
         named = [[path] for path in args.data_path]
         return dict(zip(_SPLITS, named + [[]] * (len(_SPLITS) - len(named)), strict=True))
@@ -244,7 +244,7 @@ _NEEDED_OF_T5 = ("encoder_num_layers", "encoder_seq_length", "decoder_seq_length
 
 
 def t5_shape(args: Arguments) -> None:
-    """Fill `num_layers` (of both stacks) and `seq_length` (the encoder's) of a T5, for all that asks for either."""
+    """Fill `num_layers` (of both stacks) and `seq_length` (the encoder's) of a T5, for all code that reads either."""
     if args.architecture != "t5":
         return
     for name, names in _INSTEAD.items():

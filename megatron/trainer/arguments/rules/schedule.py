@@ -89,7 +89,7 @@ def pipeline_program(args: Arguments) -> list[str]:
 
 
 def refuse_what_a_program_says(args: Arguments) -> None:
-    """Raise ValueError for a flag about something that the program of the run says itself, or never does."""
+    """Raise ValueError for a flag about something that the run's program decides itself, or cannot do."""
     for name, what in _SAYS_ITSELF.items():
         if name in args.given and getattr(args, name) not in (False, None, "off"):
             value = getattr(args, name)
