@@ -152,11 +152,11 @@ class Arrangement:
     """One arrangement of a job.
 
     Attributes:
-        pipeline, data: ranks of a pipeline, and how many pipelines there are.
-        micro_batch_size: samples.
-        layers_of_rank: of the pipeline.
-        num_frozen: layers in front.
-        cached: what they put out is read from a cache; then they are all on the first rank.
+        pipeline, data: the number of ranks of a pipeline, and the number of pipelines.
+        micro_batch_size: samples of a microbatch.
+        layers_of_rank: number of layers of each rank of the pipeline.
+        num_frozen: number of frozen layers, which are the first ones.
+        cached: the output of the frozen layers is read from a cache; these layers are then all on the first rank.
         pipelines_in_a_row: the ranks of a pipeline follow each other, and not the replicas of a stage.
     """
 

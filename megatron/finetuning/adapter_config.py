@@ -59,7 +59,7 @@ def require_peft():
 
 
 def adapter_config(args: argparse.Namespace):
-    """PEFT's `LoraConfig` as the flags or the file that they name say it.
+    """PEFT's `LoraConfig` from the flags, or from the file that they name.
 
     Raises ValueError for a file that `written_config` refuses, or that is for another task.
     """

@@ -53,12 +53,12 @@ def fastest_made(
     seconds: float,
     rounds: int | None = None,
 ) -> tuple[Synthesis, ...]:
-    """Return the fastest program that moves none, and before it one that moves some, if that is faster.
+    """Return the fastest program without moves, preceded by one with moves if that is faster.
 
     Args:
         problems: as for `synthesize_fastest`.
-        moving: the same with less room, since a rank that moves activations needs some of it for that.
-        moves: where these may wait, as for `synthesize`.
+        moving: the same problems with less room, since moves of activations take some of it.
+        moves: where moved activations may wait, as for `synthesize`.
         recomputes_some: as for `synthesize_fastest`.
         seconds: how long to search in all.
         rounds: as for `synthesize`.
@@ -98,7 +98,7 @@ def fastest_steady(problems: Sequence[Problem], *, weights: str, seconds: float)
 
 
 def leanest(found: Sequence[Steady]) -> Steady:
-    """Return of the programs with the shortest batches the one whose fullest rank holds least."""
+    """Return, among the programs with the shortest batches, the one whose fullest rank holds least."""
     least = min(each.seconds for each in found)
     return min((each for each in found if each.seconds <= least * AS_SHORT), key=lambda each: each.fullness)
 

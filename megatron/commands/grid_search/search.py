@@ -181,7 +181,7 @@ def search_for(
 
 
 def planners_for(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> Callable[[int], Planner]:
-    """Tensor parallel size -> planner, as a function that makes each planner once. Raises ValueError for a wrong file."""
+    """Tensor parallel size -> planner; a function that makes each only once. Raises ValueError for a wrong file."""
     job, calibration = model.job, load_calibration(options.calibrated_on)
     profile = None if options.predict_from is None else load_profile(options.predict_from)
 

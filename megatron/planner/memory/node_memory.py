@@ -58,8 +58,8 @@ Crowd = Mapping[int, Crew]
 def crowds(
     degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int], experts: ExpertDegrees | None = None
 ) -> list[Crowd]:
-    """The crowd of each node that has ranks. `mapping`: the logical rank of each slot. `experts`: how ranks share them
-    out; None: they do not."""
+    """The crowd of each node that has ranks. `mapping`: the logical rank of each slot. `experts`: how ranks share
+    out experts; None: they do not."""
     parts: dict[int, dict[int, list[tuple[int, int]]]] = {}
     own = experts or ExpertDegrees(tensor=degrees.tensor)
     for slot, rank in enumerate(mapping):

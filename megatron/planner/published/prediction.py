@@ -174,7 +174,7 @@ def fit_entries(entries: Sequence[Entry], start: Constants = START) -> Constants
 
 
 def fit_questions(asked: Mapping[str, Question], start: Constants = START) -> ConstantsFit:
-    """Fit to questions by id. The cost of short memory is fitted if short memory slows one of the runs."""
+    """Fit the constants to questions by id. The cost of short memory is fitted if short memory slows one of the runs."""
     is_told = any(each.is_slowed for each in asked.values())
     free = [name for name in FITTED if is_told or name != "pressed_efficiency"]
     return fit_runs({name: each.time_errors for name, each in asked.items()}, start, free=free)
@@ -203,7 +203,7 @@ def is_timed(entry: Entry) -> bool:
 
 
 def fit_runs(runs: dict[str, TimeErrors], start: Constants = START, *, free: Sequence[str] = FITTED) -> ConstantsFit:
-    """Fit to runs by id, each with a function that returns its errors. Raises as `fit_entries`."""
+    """Fit the constants to runs by id, each with a function that returns its errors. Raises as `fit_entries`."""
     kept, constants = dict(runs), start
     while True:
         if len(kept) < len(free):
@@ -235,7 +235,7 @@ def _fit(runs: dict[str, TimeErrors], start: Constants, free: Sequence[str]) -> 
 
 
 def fit_profile(profile: Profile, gpu: str, start: Constants = START) -> ConstantsFit:
-    """Fit to a profile that was taken on `gpu`, a name in `DEVICES` or `cpu`; see `fit_profiles`."""
+    """Fit the constants to a profile taken on `gpu`, a name in `DEVICES` or `cpu`; see `fit_profiles`."""
     return fit_profiles({"": profile}, gpu, start)
 
 

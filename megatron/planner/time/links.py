@@ -259,7 +259,7 @@ class Rates:
 
     @property
     def to_host(self) -> float:
-        """Bytes per second that are reached of the link to the host's memory."""
+        """Bytes per second that copies reach on the link to the host's memory."""
         return self.device.host_bandwidth * _GIGA * self.constants.link_efficiency
 
     @property
