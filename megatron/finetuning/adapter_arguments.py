@@ -39,7 +39,7 @@ def add_adapters(group) -> None:
 
 
 def add_merge(add: Callable[..., argparse.Action]) -> None:
-    """Add the flag of what is written besides the adapter."""
+    """Add the flag that also writes the merged model."""
     add("--merge_adapter", action="store_true",
         help="also write the model with the adapter merged in: OUTPUT_DIR/merged")  # fmt: skip
 

@@ -174,7 +174,7 @@ def fit_entries(entries: Sequence[Entry], start: Constants = START) -> Constants
 
 
 def fit_questions(asked: Mapping[str, Question], start: Constants = START) -> ConstantsFit:
-    """Fit the constants to questions by id. The cost of short memory is fitted if short memory slows one of the runs."""
+    """Fit the constants to questions by id. The cost of short memory is fitted if it slows one of the runs."""
     is_told = any(each.is_slowed for each in asked.values())
     free = [name for name in FITTED if is_told or name != "pressed_efficiency"]
     return fit_runs({name: each.time_errors for name, each in asked.items()}, start, free=free)
