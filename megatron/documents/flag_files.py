@@ -105,7 +105,7 @@ class FlagFileParser(argparse.ArgumentParser):
 
 
 def with_configuration(argv: Sequence[str], parser: FlagFileParser) -> list[str]:
-    """The words of a command line, behind the words for the file that the first word or --config names.
+    """The words of a command line, preceded by the words of the file that the first word or --config names.
 
     Raises ValueError if the file cannot be read, has an unknown key, or a value of the wrong kind.
     """

@@ -42,13 +42,15 @@ gradient and weight of 4 bytes each, or with --bf16 the gradient and the weight 
 
 @dataclass(frozen=True)
 class RelayBytes:
-    """Bytes of one rank.
+    """The bytes that a relay takes on one rank.
 
     Attributes:
-        resident, gradients, inputs, layer: on the device: the weights of the layers that are there at once, the buffers
-            of gradients, the inputs and outputs of layers, and what a microbatch saves in the layer that computes.
-        host: weights, gradients, masters and optimizer.
-        stash: inputs on the host.
+        resident: on the device, the weights of the layers that are there at once.
+        gradients: on the device, the buffers of gradients.
+        inputs: on the device, the inputs and outputs of layers.
+        layer: on the device, the activations that a microbatch saves in the layer that computes.
+        host: on the host, weights, gradients, masters and the optimizer's state.
+        stash: on the host, the inputs of layers.
     """
 
     resident: int

@@ -25,9 +25,9 @@ from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem
 
 
 def lower_bound(problem: Problem) -> tuple[float, str]:
-    """Return the greatest bound in seconds, and what it comes from.
+    """Return the greatest lower bound in seconds, and its origin in words.
 
-    Where microbatches are kept, it holds for any choice of them.
+    Where microbatches are kept, the bound holds for any choice of them.
     """
     if problem.kept:
         return bound_of_any_recompute(problem)
@@ -43,8 +43,8 @@ def lower_bound(problem: Problem) -> tuple[float, str]:
 def bound_of_any_recompute(problem: Problem) -> tuple[float, str]:
     """Return a bound for every choice of the microbatches of `problem.recomputed` that are recomputed.
 
-    It is the greater of the bound if recomputes took no time, and of a trade on each rank. There, a microbatch that is
-    recomputed costs its recompute, and one that is kept takes room over time (`held_over_time`).
+    It is the greatest of two kinds of bounds: the bound if recomputes took no time, and a trade on each rank. There, a
+    recomputed microbatch costs its recompute, and a kept one takes memory over time (`held_over_time`).
     """
     free = replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
     found, turns = [lower_bound(free)], Turns(free)
@@ -330,7 +330,7 @@ def _fill_and_drain(problem: Problem, rank: int) -> float:
 
 
 def held_over_time(problem: Problem, rank: int, stage: int | None = None) -> float:
-    """The least that one microbatch can hold on a rank (at one of its stages), summed over the seconds that it does."""
+    """The least memory times seconds that one microbatch can take on a rank (at one of its stages)."""
     end, held = len(problem.path) - 1, 0.0
     for each, at in enumerate(problem.rank_of_stage):
         if at != rank or stage not in (None, each):

@@ -156,7 +156,7 @@ class Climb:
 
 
 def changed_words(squeeze: Squeeze, words: Words, chance: random.Random, few_moves: Sequence[int]) -> Words:
-    """Return what a loose sweep makes of words, or warm moves, of which `few_moves` are the possible numbers."""
+    """Return words changed by a loose sweep or by warm moves. `few_moves`: the possible numbers of moves."""
     if chance.random() < 0.5:
         return squeeze.loosened(words, chance)
     climb = Climb(squeeze.problem, squeeze.clock, words, chance)

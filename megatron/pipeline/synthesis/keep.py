@@ -36,9 +36,9 @@ def kept_microbatches(problem: Problem, words: Words, *, moved: float = 0.0, ahe
     """Return the microbatches of recomputed stages that ranks keep if they compute words; None if they do not fit.
 
     Args:
-        problem: the problem. What it keeps itself does not count.
+        problem: the problem, whose own `kept` is ignored.
         words: words in which all computations of a microbatch are in order.
-        moved: the part of the microbatches without room that are kept, and away until they are needed.
+        moved: the fraction of the microbatches without room that are kept, and moved away until they are needed.
         ahead: how many computations before its need such a microbatch is back.
     """
     kept = [_kept_on_rank(problem, rank, word, moved, ahead) for rank, word in enumerate(words)]

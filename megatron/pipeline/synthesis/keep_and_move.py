@@ -46,11 +46,11 @@ def of_both_kinds(
     mover: Mover, found: Sequence[Synthesis], choices: Iterable[tuple[Problem, str, Words]], *,
     bound: float, seconds: float, rounds: int | None, seed: int, processes: int,
 ) -> Iterator[Synthesis]:  # fmt: skip
-    """Yield the fastest programs with moves of one way that come of what was found and of choices with words.
+    """Yield the fastest programs with moves in one way, made from `found` and from choices of kept microbatches.
 
     Args:
-        bound: seconds at which the search is over.
-        seconds: how long it takes.
+        bound: a lower bound in seconds; a program that reaches it ends the search.
+        seconds: how long to search.
         rounds, seed, processes: as for `synthesize`.
     """
     until = math.inf if rounds is not None else time.monotonic() + seconds

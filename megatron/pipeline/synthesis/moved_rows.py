@@ -78,7 +78,7 @@ class Moved:
 
 
 class Mover:
-    """Puts moves of one way into words of one problem. Rows are kept, since most words differ in one of them."""
+    """Puts moves of one way into words of one problem. Rows are cached, since most words differ in only one."""
 
     def __init__(self, problem: Problem, way: Way) -> None:
         self.problem, self.way = problem, way

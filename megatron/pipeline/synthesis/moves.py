@@ -48,7 +48,7 @@ CHOICES = {"none": (), "host": (HOST,), "pair": (PAIR,), "best": (HOST, PAIR)}
 
 @dataclass(frozen=True, kw_only=True)
 class Lighter(Problem):
-    """A problem in which a microbatch counts less from its forward to its backward, as if it were away for a part.
+    """A problem in which a microbatch takes less memory between forward and backward, as if a part of it were away.
 
     Attributes:
         away: this part.

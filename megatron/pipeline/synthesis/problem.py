@@ -233,7 +233,7 @@ class Problem:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each queue, the queue of the same stage of which a microbatch has to have passed first; or NONE."""
+        """For each queue, the queue of the same stage that a microbatch has to pass before; or NONE."""
         before, last = [NONE] * len(self.queues), {}
         for number, (_, stage) in enumerate(self.queues):
             before[number] = last.get(stage, NONE)

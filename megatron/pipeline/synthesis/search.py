@@ -104,7 +104,7 @@ class Synthesis:
         return read_schedule("synthesized", text=self.csv, tied_embeddings=tied_embeddings, data_parallel=data_parallel)
 
     def certificate(self) -> dict[str, object]:
-        """Return, as JSON's values, what is claimed and over which programs the bound holds."""
+        """Return the program's figures, and the programs over which the bound holds, as values for JSON."""
         problem = self.problem
         return {
             "seconds": self.seconds,
@@ -236,7 +236,7 @@ def goes_on(until: float, attempts: float, number: int) -> bool:
 
 
 def with_moves(found: Synthesis, moved: Moved) -> Synthesis:
-    """Return what the passes make of a program with moves, proved, with its receives at the best place."""
+    """Return the complete and proved program with moves, with its receives where the program is fastest."""
     problem = found.problem
     made = (_timed(problem, moved.program, ahead) for ahead in problem.receives_ahead)
     seconds, ahead, program = min(made, key=lambda each: each[:2])

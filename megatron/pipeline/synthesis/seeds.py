@@ -157,7 +157,7 @@ class Patterns:
         return most
 
     def excess(self, held: list[float]) -> float:
-        """By what parts of their limits ranks exceed them, together."""
+        """The sum over the ranks of the fractions by which they exceed their limits."""
         limits = map(self.problem.limit_of, range(self.problem.num_ranks))
         return sum(max(0.0, each / limit - 1 - ROUNDING) for each, limit in zip(held, limits, strict=True))
 
@@ -207,7 +207,7 @@ class Patterns:
         return offsets
 
     def at_random(self, chance: random.Random) -> Waits:
-        """Choose waits. Mostly the strides of two legs in a row together are a part of the period.
+        """Choose waits at random. Mostly the strides of two successive legs add up to a part of the period.
 
         Where such legs pass the ranks in opposite directions, what meets on one rank then meets on none or on all.
         """

@@ -27,7 +27,7 @@ class Squeeze:
     """Squeezes words of one problem.
 
     Attributes:
-        problem, clock: the problem, and what times its words.
+        problem, clock: the problem, and the clock that times its words.
     """
 
     def __init__(self, problem: Problem, clock: Clock) -> None:

@@ -75,7 +75,7 @@ class Steady:
 
     @property
     def fullness(self) -> float:
-        """The most that a rank holds, as a part of its limit; or as it is where nothing limits it."""
+        """The largest fraction of its limit that a rank holds; without a limit, the amount itself."""
         return fullness_of(self.problem, self.held)
 
     @property
@@ -84,7 +84,7 @@ class Steady:
         return csv_of(self.program, self.receives_ahead)
 
     def certificate(self) -> dict[str, object]:
-        """Return, as JSON's values, what is claimed and over which programs the bounds hold."""
+        """Return the program's figures, and the programs over which the bounds hold, as values for JSON."""
         return {
             "seconds": self.seconds,
             "period_of_a_microbatch": self.period,
@@ -161,7 +161,7 @@ def begin_steady(problem: Problem, *, weights: WeightPolicy = TWO_BW) -> Steady:
 
 
 def fullness_of(problem: Problem, held: Sequence[float]) -> float:
-    """Return the most of what ranks hold, as parts of their limits; or as it is where nothing limits it."""
+    """Return the largest fraction of its limit that a rank holds; without a limit, the amount itself."""
     return max(each / scale for each, scale in zip(held, _scales(problem), strict=True))
 
 

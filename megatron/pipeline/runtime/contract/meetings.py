@@ -12,14 +12,14 @@ num_named: Counter[tuple] = Counter()  # (purpose, ranks) -> names given for the
 
 
 def fresh_name(purpose: str, ranks: Sequence[int]) -> str:
-    """A new name in the store for these ranks and this purpose. All of them must ask equally often."""
+    """A new name in the store for these ranks and this purpose. All these ranks must ask equally often."""
     key = (purpose, *ranks)
     num_named[key] += 1
     return f"{purpose}/{'-'.join(map(str, ranks))}/{num_named[key]}"
 
 
 def forget_names() -> None:
-    """Begin anew with the names, in a store in which none is taken: ranks may have made unlike numbers."""
+    """Start the names anew, for a new store: ranks may have made different numbers of names before."""
     num_named.clear()
 
 

@@ -111,8 +111,11 @@ def continuation(program: Program, version: int, begins: Sequence[int], ends: Se
 
 
 def refusing(program: Program, version: int, continuations: Rows, ends: Sequence[int]) -> Program:
-    """Return the program in which all ranks refuse the STEP to `version`, go on with their continuation until the end
-    of its batch (`ends`), and then as the program does."""
+    """Return the program as it runs if all ranks refuse the STEP to `version`.
+
+    Behind the VALIDATE they execute their continuations in place of the rest of that batch (up to `ends`), and then the
+    program's own rows.
+    """
     rows: list[Row] = []
     for row, behind, end in zip(program.rows, continuations, ends, strict=True):
         place = _position_of(Kind.VALIDATE, version, row)

@@ -1,4 +1,4 @@
-"""Rules of mixtures of experts: what a router may choose from, and with what experts are trained."""
+"""Rules of mixtures of experts: the options of routers, and the options that go with experts."""
 
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size, num_replicas

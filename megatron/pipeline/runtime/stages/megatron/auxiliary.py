@@ -265,7 +265,7 @@ def drop_unread_output_weight(model: nn.Module) -> None:
 
 
 def predict_next_token_only(model: nn.Module) -> None:
-    """Make a whole model leave its layers of multi-token prediction out, which have labels to predict in a training."""
+    """Make a whole model skip its layers of multi-token prediction, which need the labels of a training."""
     model.mtp_process, model.config.mtp_num_layers = False, None
 
 

@@ -299,9 +299,9 @@ class PredictedVersion(OlderVersions):
         return other
 
     def restore(self, loaded: dict) -> None:
-        """Make the weights that are shown the true weights, and take the prediction from `loaded`.
+        """Take the weights that the parameters show as the true weights, and the prediction from `loaded`.
 
-        `loaded` has the entry of `to_load`, loaded.
+        `loaded` holds the entry of `to_load`, read from the checkpoint.
         """
         self._versions.restart(
             self._iteration, self._loaded(loaded, PREDICTED_VERSION), upcoming=self._loaded(loaded, UPCOMING_VERSION)

@@ -73,7 +73,7 @@ class DrawnData:
         self._kept = None
 
     def give_again(self) -> None:
-        """Have the kept items for their microbatches again, which may be requested once more."""
+        """Let the kept items be requested once more."""
         self._ahead |= self._kept or {}
         self.forget()
 

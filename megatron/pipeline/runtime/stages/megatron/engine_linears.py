@@ -62,7 +62,8 @@ class EngineLinears:
         self.show_batch(batch)
 
     def show_batch(self, batch: int | None) -> None:
-        """Let layers find the weights that they have cast for a batch; with None nothing, and keep nothing for long."""
+        """Let layers use the weights that they have cast for a batch, and keep new casts for it; None: use and keep
+        none."""
         if not self._casting:
             return
         if batch is not None and batch not in self._casts:

@@ -155,7 +155,7 @@ class ChainGroups:
 
     @property
     def adds_embedding(self) -> bool:
-        """Whether this rank's gradient of a shared embedding is added: of copies, which have the same, the first's."""
+        """Whether this rank's gradient of a shared embedding is added up; of equal copies only the first one's is."""
         return self.copies is None or self.copies.is_first(dist.get_rank())
 
     @property

@@ -31,7 +31,10 @@ class StageLosses:
         return 1 if self._per_token else microbatch.num_microbatches
 
     def to_differentiate(self, microbatch: Microbatch, outputs: tuple, *, record: bool) -> Tensor:
-        """The loss from which a backward starts, for the outputs of the loss function. `record`: and its numbers."""
+        """The loss from which a backward starts, for the outputs of the loss function.
+
+        `record`: also record the numbers of the microbatch.
+        """
         if len(outputs) == 3:
             loss, num_tokens, numbers = outputs
             if self._per_token:
