@@ -1,4 +1,4 @@
-"""Functions in the place of others that a module or a class has."""
+"""A decorator that puts a function in the place of one that a module or a class has."""
 
 import functools
 from collections.abc import Callable

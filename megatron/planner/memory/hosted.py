@@ -3,7 +3,7 @@
 L2L (Pudipeddi et al., 2020, section 3.1) holds the weights of two layers and a stash of inputs on the device. Here a
 rank has stages of n_s parameters, K of which are resident, and batches of m microbatches with inputs of a bytes each:
 
-    device   weights       the arena of K neighbours (arena.places): for K = 2 the largest n_s + n_(s+1)
+    device   weights       the arena of K neighbours (`lane_order.places`): for K = 2 the largest n_s + n_(s+1)
              gradients     two buffers of the largest stage, or one if the rank has one stage
              inputs        m a for each stage but the first, whose inputs are tokens; the inputs in flight for the
                            last stage; and m a between two stages. With the stash on the host: m + 3 inputs

@@ -1,7 +1,7 @@
 """The part of the optimizer's state on the fullest replica, where replicas own whole parameters (Muon).
 
 The parameters of a rank are listed by size and dealt out by the rule of a run (`owners_of`). Models with experts are
-not listed: their part is that of an even division.
+not listed: an even part is assumed for them.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,9 @@
 """Conversion of checkpoints, block by block: a model never has to fit into memory.
 
 Three places hold weights: a Hugging Face folder (`hugging_face`), a torch_dist checkpoint (`CheckpointWeights`), and a
-checkpoint in Megatron-LM's old format, with a file for each rank (`RankFilesWeights`). Each is read
-as the tensors of `tensor_table`, so each can be written as a torch_dist checkpoint (`write_checkpoint`) or a Hugging
-Face folder (`write_hugging_face`). No process group and no model is needed.
+checkpoint in Megatron-LM's old format, with a file for each rank (`RankFilesWeights`). Each is read as the tensors of
+`tensor_table`, so each can be written as a torch_dist checkpoint (`write_checkpoint`) or a Hugging Face folder
+(`write_hugging_face`). No process group and no model is needed.
 """
 
 from __future__ import annotations

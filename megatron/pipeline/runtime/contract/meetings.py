@@ -1,4 +1,4 @@
-"""How ranks meet at a store: names that no two things share, and who has come."""
+"""Meetings of ranks at a store: unique names for what they make together, and counts of the ranks that have come."""
 
 from __future__ import annotations
 
