@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import mutants
-from tests.conftest import TOGETHER, sample, unit_of
+from tests.conftest import TOGETHER, in_turn, sample, unit_of
 
 
 class Case:
@@ -46,6 +46,13 @@ def test_files_that_make_the_same_things_stay_together():
     assert len({unit_of(test) for test in ours}) == 1
     others = "tests/test_turns.py::test_a[b::c]", "tests/test_turns.py::test_d", "tests/test_docs.py::test_d"
     assert [unit_of(test) for test in others] == ["tests/test_turns.py"] * 2 + ["tests/test_docs.py"]
+
+
+def test_processes_that_share_the_suite_begin_with_different_files():
+    """Each has all files in the end, and each file is the first share of one process."""
+    files = list("abcdefg")
+    orders = [in_turn(files, worker, 3) for worker in range(3)]
+    assert orders == [list("abcdefg"), list("cdefgab"), list("efgabcd")]
 
 
 def test_the_list_of_mutants_is_that_of_this_code():
