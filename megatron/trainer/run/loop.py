@@ -29,7 +29,6 @@ from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.ranks import ADMIT, STOP, StopSignal
 from megatron.trainer.report.log_line import Progress, main_loss
-from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.report.profiler import Profiler
 from megatron.trainer.run.evaluation import evaluate, full_batch
 from megatron.trainer.run.timeline import draw_last_batches
@@ -65,7 +64,6 @@ class Loop:
         self._iterators: list[MicrobatchIterator] = []
         self._validation: list[MicrobatchIterator] = []
         self.validated_iteration: int | None = None
-        self._flops_per_sample = flops_per_sample(run.args)
         self._making = None
         if run.args.made_program is not None and run.args.made_program.measures and not run.args.skip_train:
             from megatron.trainer.changes.program_making import ProgramInMaking  # the planner
@@ -143,12 +141,11 @@ class Loop:
 
     def _go_on_with_others(self, *, admits: bool = False) -> None:
         """Go on without ranks that were lost, or with `admits` between two batches with new processes of such ranks."""
-        run, before = self.run, self.run.consumed_samples
+        run = self.run
         self.close_data()
         self._settled, self._stop_requests, reports = self.lost_ranks.go_on(
             run, self._settled, self._stop_requests, admits=admits
         )
-        run.flops += (run.consumed_samples - before) * self._flops_per_sample
         if self._valid_before[0] == run.iteration > self._settled:
             run.consumed_valid_samples = self._valid_before[1]
         if run.saved_iteration == run.iteration > self._settled:
@@ -235,7 +232,6 @@ class Loop:
         reports = run.engine.run_batch(num_microbatches, num_samples)
         seconds = time.perf_counter() - start
         run.begin_batch(num_samples)
-        run.flops += self._flops_per_sample * num_samples
         self._waiting.append(Progress(run.iteration, run.consumed_samples, num_samples, seconds))
         self._report(reports)
 

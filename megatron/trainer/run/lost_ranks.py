@@ -31,6 +31,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -65,6 +67,7 @@ from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import Run, build_engine
 
+_Made = TypeVar("_Made")
 _CONNECTING = 5.0
 """Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
 _PATIENCE = 300.0
@@ -334,7 +337,7 @@ class LostRanks:
         else:
             if not self.has_state:
                 _take_place(run, next(iter(notes.values())))
-            self._shards.rebuild(run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks)
+            self._told(partial(self._shards.rebuild, run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks))
         self.has_state = True
         run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
         self._change_program(run, survivors)
@@ -379,11 +382,15 @@ class LostRanks:
         """A context in which ranks that do not connect are lost. `searched`: seconds; others may need as many more."""
         return connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched))
 
-    def _told(self, make: Callable[[], Survivors | None]) -> Survivors | None:
-        """As `make`. Where rank 0, which tells errors that all ranks have, is lost, the first one that is left does."""
+    def _told(self, make: Callable[[], _Made]) -> _Made:
+        """As `make`, whose ValueError all ranks have. It ends the job, so the launcher starts no rank again.
+
+        Rank 0 tells such errors. Where rank 0 is lost, the first rank that is left tells them.
+        """
         try:
             return make()
         except ValueError as error:
+            self.membership.accept_losses(False)
             if self.membership.rank == self.epoch.ranks[0] != 0:
                 raise OnThisRank(str(error)) from error
             raise

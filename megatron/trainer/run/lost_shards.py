@@ -122,9 +122,9 @@ class LostShards:
             if all(each is not None for each in sources.values()):
                 if self._built is not None and self._built.cut == cut:
                     self._take(run, self._built)
-                self._sources = sources[part_of(args, self._rank)]
+                self._sources, self._built = sources[part_of(args, self._rank)], None
                 return list(held.values())
-        self._sources = None
+        self._sources = self._built = None  # what was built and is not chosen now will never be
         return []
 
     def rebuild(self, run: Run, copies: CopyRanks | None, *, epoch: int, ranks: Sequence[int]) -> None:
@@ -167,8 +167,6 @@ class LostShards:
         if built.position is not None:
             run.stand_at(built.position)
             run.saved_iteration = built.position.iteration
-            if self.is_new:  # the others' loops take back what they have counted
-                run.flops = built.position.num_floating_point_operations_so_far
         run.model_and_optimizer, self._cut, self._built = built.parts, built.cut, None
         self._told = built.told or self._told
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +47,7 @@ from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.plan import arrangement, from_flags
 from megatron.trainer.report.log import Reporter
-from megatron.trainer.report.metrics import ALLOCATED, DEFERRED, LOSS, SAVED_ACTIVATIONS
+from megatron.trainer.report.metrics import ALLOCATED, DEFERRED, LOSS, SAVED_ACTIVATIONS, flops_per_sample
 from megatron.trainer.start_up.initialize import require_room
 from megatron.trainer.start_up.optimizer import build_optimizer
 
@@ -375,17 +375,24 @@ class Run:
         """The number of replicas whose microbatches are those of the program: one, or all where ranks were lost."""
         return 1 if self.survivors is None else self.args.data_parallel_size
 
+    @cached_property
+    def _flops_per_sample(self) -> float:
+        return flops_per_sample(self.args)
+
     def begin_batch(self, num_samples: int) -> None:
         """Let the run stand behind another batch."""
         self.iteration += 1
         self.consumed_samples += num_samples
+        self.flops += self._flops_per_sample * num_samples
         self.begun.append(num_samples)
 
     def stand_after(self, iteration: int) -> None:
         """Let the run stand after so many batches: some that were begun are dropped, or others are done."""
         while self.iteration > iteration:
             self.iteration -= 1
-            self.consumed_samples -= self.begun.pop()
+            num_samples = self.begun.pop()
+            self.consumed_samples -= num_samples
+            self.flops -= self._flops_per_sample * num_samples
         while self.iteration < iteration:
             self.begin_batch(self.args.batch_sizes.num_samples(self.consumed_samples))
 
@@ -394,6 +401,7 @@ class Run:
         self.iteration = position.iteration
         self.consumed_samples = position.consumed_train_samples
         self.consumed_valid_samples = position.consumed_valid_samples
+        self.flops = position.num_floating_point_operations_so_far
         self.begun.clear()
 
     def position(self) -> CheckpointPosition:

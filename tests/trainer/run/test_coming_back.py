@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
@@ -122,6 +123,21 @@ def test_ranks_of_several_nodes_come_back(tmp_path, launcher, num_nodes, num_loc
     for rank in back:
         assert re.search(rf"rank {rank} is back.* go on", job.outcome.output), job.outcome.output
     assert f"{size} ranks of {size} go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost, flags, sentence", [
+    ((2, 3), "", "every replica has lost rank 1, so nobody holds the weights of stage 1"),
+    ((0, 2), "--use-distributed-optimizer", "nobody else has a lost rank's shard of the optimizer's state"),
+])  # fmt: skip
+def test_a_job_that_cannot_go_on_is_not_started_again(tmp_path, lost, flags, sentence):
+    """New processes are started for the lost ranks, and for no other: the launcher ends the job, and says why."""
+    losses = [[rank, "forward", 3, "SIGKILL"] for rank in lost]
+    shape = f"--global-batch-size 4 --train-iters 1000 --pipeline-model-parallel-size 2 {flags}"
+    job = run(tmp_path, 4, shape, losses, max_restarts=2)
+    job.outcome.assert_failed_clearly(sentence, "the job is ended", within=240)
+    began = Counter(moment.rank for moment in job.moments if moment.what == "began")
+    assert [began[rank] for rank in range(4) if rank not in lost] == [1, 1], job.outcome.output
 
 
 @pytest.mark.full
