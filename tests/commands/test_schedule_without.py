@@ -55,10 +55,19 @@ def test_a_file(capsys, tmp_path):
     assert "0.1" in capsys.readouterr().out
 
 
-def test_what_moves_stays(capsys):
-    """bpipe's activations stay on their ranks while a rank is lost, and the user is told."""
-    assert main([*JOB[:2], "bpipe", *JOB[3:], "--lost", "0.3"]) == 0
-    assert "without a rank no activations move" in capsys.readouterr().out
+def test_a_program_with_moves(capsys, tmp_path):
+    """bpipe's activations move without a rank, too, unless that takes too long; and the other commands take the
+    program, whose copies name their pairs."""
+    file = str(tmp_path / "moves.csv")
+    for evict, seconds in (("4", 52), ("0", 43), ("2", 45)):
+        assert main([*JOB[:2], "bpipe", *JOB[3:], "--lost", "0.0", "--evict", evict, "--csv", file]) == 0
+        assert float(capsys.readouterr().out.splitlines()[1].split()[1]) == seconds
+        text = (tmp_path / "moves.csv").read_text()
+        assert ("EVICT" in text) == ("=12 " in text) == (seconds < 52)
+        assert main(["simulate", file, "--evict", evict]) == 0
+        assert f" {seconds}" in capsys.readouterr().out
+    for command in (["check", file], ["show", file, "--timeline"], ["draw", file, "--output", f"{tmp_path}/moves.png"]):
+        assert main(command) == 0
 
 
 @pytest.mark.parametrize(
