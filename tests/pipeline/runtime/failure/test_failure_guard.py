@@ -18,9 +18,10 @@ from megatron.pipeline.runtime.failure.failure_guard import Guard
 from tests import workers
 from tests.pipeline.runtime.failure import failing_job
 
+pytestmark = pytest.mark.alone
 JOB = Path(__file__).with_name("failing_job.py")
 STARTUP = 120.0  # seconds that the whole job may take on a busy machine
-END = 20.0  # seconds from the failure to the end of the job, beside other tests
+END = 10.0  # seconds from the failure to the end of the job
 HANG = 3.0  # the transfer timeout of the mode `hang`
 
 
