@@ -38,7 +38,7 @@ class StopSignal:
         return self
 
     def _handle(self, signum: int, frame: object) -> None:
-        if self.means_loss():
+        if not self.received and self.means_loss():
             end_at_once("its launcher ends all ranks of a node of which one is lost")
         self.received = True
         if self.on_receipt is not None:

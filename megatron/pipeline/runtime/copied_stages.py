@@ -22,8 +22,8 @@ class CopyRanks:
         copies: the ranks with copies of this rank's stages, ascending in the pipeline, with this rank, and the ranks
             with which each of them shares sequences. REDUCE_GRAD sums their gradients. The first of them counts for all
             where something must be counted once.
-        tied: the ranks with copies of the stages that share an embedding, in the order of the pipeline; empty if this
-            rank is none of them, or has both stages.
+        tied: the ranks with copies of the stages that share an embedding, in the order of the pipeline, and the ranks
+            with which each of them shares sequences; empty if this rank is none of them, or has both stages.
         job: all ranks of the job that are left, for the norm, the losses and the stop requests.
         sharing: how many ranks share each sequence (context parallelism).
     """
@@ -58,8 +58,8 @@ class CopyRanks:
         """
         copies = ranks_of_copies(schedule.copies, schedule.rank_of_stage, list(ranks).index(rank))
         tied = sorted({*schedule.tied_ranks}) if schedule.tied_embeddings else []
-        between = tuple(ranks[each] for each in tied) if tied != list(copies) else ()
         offsets = [each - rank for each in context or (rank,)]
+        between = tuple(ranks[each] + offset for each in tied for offset in offsets) if tied != list(copies) else ()
         return cls(
             copies=tuple(ranks[each] + offset for each in copies for offset in offsets),
             tied=between if rank in between else (),
@@ -68,5 +68,5 @@ class CopyRanks:
         )
 
     def is_first(self, rank: int) -> bool:
-        """Whether a rank is the first of its pipeline's with a copy of its stages."""
-        return rank in self.copies[: self.sharing]
+        """Whether a rank is the first with a copy of its stages."""
+        return rank == self.copies[0]

@@ -16,8 +16,8 @@ from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.bound import drained_bound, steady_bound
-from megatron.pipeline.survivors.order import Ordered, Work, drained_orders, held_undisturbed, steady_orders
-from megatron.pipeline.survivors.room import Room, rooms_of
+from megatron.pipeline.survivors.order import Ordered, Work, drained_orders, steady_orders
+from megatron.pipeline.survivors.room import Room, held_undisturbed, rooms_of
 from megatron.pipeline.survivors.sharing import ReplicaRank, Sharing
 
 __all__ = ["ReplicaRank", "Survivors", "without"]

@@ -23,14 +23,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import itemgetter
 
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.survivors.room import Room
+from megatron.pipeline.survivors.room import Room, begun_undisturbed
 from megatron.pipeline.survivors.sharing import Sharing
 
 _INPUT = Kind.BACKWARD_INPUT
@@ -251,22 +250,6 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
     if any(len(row) != len(own) for row, own in zip(done, work.rows, strict=True)):
         return None
     return Ordered(done, starts, max(free_at), tuple(peaks))
-
-
-def held_undisturbed(sharing: Sharing) -> tuple[int, ...]:
-    """Return how many microbatches each rank of a replica holds at most while no rank is lost, over its stages."""
-    schedule = sharing.schedule
-    return schedule.max_saved_on_rank((sharing.num_microbatches,) * (1 + schedule.settling_batches))
-
-
-def begun_undisturbed(sharing: Sharing) -> tuple[int, ...]:
-    """Return how many microbatches each rank of a replica has begun at most while no rank is lost, held or not."""
-    schedule = sharing.schedule
-    if not schedule.moves_activations:
-        return held_undisturbed(sharing)
-    rows = schedule.build((sharing.num_microbatches,) * (1 + schedule.settling_batches)).rows
-    changes = ([(each.kind is Kind.FORWARD) - (each.kind in ENDS_BACKWARD) for each in row] for row in rows)
-    return tuple(max(accumulate(each)) for each in changes)
 
 
 def _caps(room: Room, more: Sequence[int]) -> list[tuple[int, ...]]:

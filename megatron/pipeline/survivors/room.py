@@ -6,7 +6,7 @@ rank (`--balance`) or to the host. Without a rank, too, a rank may begin more mi
 - **To the pair.** The pairs are those of each replica, of the copies that are left. A rank whose pair is lost moves
   nothing. Both ranks of a pair hold at most the limit, with one microbatch on its way (BPipe, section 3.3), so together
   they have begun at most twice the limit less one.
-- **To the host.** The host has room for as many as the rank.
+- **To the host.** The host has room for as many as the rank, and for as many as wait there while no rank is lost.
 
 The passes of the presets put the moves into the rows.
 """
@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from megatron.pipeline.program.copies import pair_stages_of
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import Row, Rows
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Kind, Row, Rows
 from megatron.pipeline.program.lane_order import Pairs, pair_of
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segments
@@ -64,7 +65,10 @@ class Room:
     @cached_property
     def most(self) -> tuple[int, ...]:
         """For each rank, the number of microbatches that may be between their forward and the end of their backward."""
-        return tuple(self.limit * (1 + (self.to_host or partner != rank)) for rank, partner in enumerate(self.partners))
+        if self.to_host:
+            begun = begun_undisturbed(self.sharing)
+            return tuple(max(2 * self.limit, begun[rank]) for _, rank in self.sharing.ranks)
+        return tuple(self.limit * (1 + (partner != rank)) for rank, partner in enumerate(self.partners))
 
     def over(self, begun: Sequence[int]) -> tuple[int, ...]:
         """Return by how many each rank has begun too many, where each has begun so many at once at most."""
@@ -102,11 +106,27 @@ class Room:
 
 
 def rooms_of(sharing: Sharing, limit: int) -> list[Room]:
-    """Return the room without moves, and that with the moves of the schedule."""
+    """Return the room without moves, and that with the moves of the schedule, where it makes any."""
     schedule, alone = sharing.schedule, Room(sharing, limit)
-    if not schedule.moves_activations:
+    if not (schedule.swaps or schedule.evicting_ranks((sharing.num_microbatches,))):
         return [alone]
     return [alone, replace(alone, to_host=schedule.swaps, to_pair=schedule.balance)]
+
+
+def held_undisturbed(sharing: Sharing) -> tuple[int, ...]:
+    """Return how many microbatches each rank of a replica holds at most while no rank is lost, over its stages."""
+    schedule = sharing.schedule
+    return schedule.max_saved_on_rank((sharing.num_microbatches,) * (1 + schedule.settling_batches))
+
+
+def begun_undisturbed(sharing: Sharing) -> tuple[int, ...]:
+    """Return how many microbatches each rank of a replica has begun at most while no rank is lost, held or not."""
+    schedule = sharing.schedule
+    if not schedule.moves_activations:
+        return held_undisturbed(sharing)
+    rows = schedule.build((sharing.num_microbatches,) * (1 + schedule.settling_batches)).rows
+    changes = ([(each.kind is Kind.FORWARD) - (each.kind in ENDS_BACKWARD) for each in row] for row in rows)
+    return tuple(max(accumulate(each)) for each in changes)
 
 
 def _segments(extent: Extent, row: Row) -> Segments:

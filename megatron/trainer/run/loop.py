@@ -428,7 +428,7 @@ class Loop:
             run.writer, run.model_and_optimizer, args=self.args, position=run.position(), on_saved=saved,
             changes=run.decisions.state_dict() if run.decisions is not None else None,
         )  # fmt: skip
-        run.saved_iteration = iteration
+        run.saved_iteration, run.has_saved = iteration, True
         how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"
         run.reporter.say(f"checkpoint of iteration {iteration} in {self.args.save} {how}")
 

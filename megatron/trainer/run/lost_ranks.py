@@ -217,7 +217,7 @@ class LostRanks:
                 "writes": run.reporter.writes, "shards": shards, "is_new": not self.has_state,
                 "data": run.args.data_digest, "train_iters": run.args.train_iters, "iteration": run.iteration,
                 "consumed": run.consumed_samples, "consumed_valid": run.consumed_valid_samples, "flops": run.flops,
-                "saved": run.saved_iteration,
+                "saved": run.saved_iteration, "has_saved": run.has_saved,
             }  # fmt: skip
         return json.dumps(note)
 
@@ -237,6 +237,7 @@ class LostRanks:
             joined = joined.difference(epoch.lost).union(epoch.joined)
             told = {rank: json.loads(each) for rank, each in epoch.notes.items()}
             notes = {rank: each for rank, each in told.items() if each is not None}
+            run.has_saved |= any(each["has_saved"] for each in notes.values())
             try:
                 began = time.monotonic()
                 survivors = self._told(lambda notes=notes: self._survivors(notes))

@@ -31,7 +31,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.documents import counted
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
-from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank
 from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
 from megatron.pipeline.runtime.stages.megatron.redundant_shards import is_steppable
 from megatron.pipeline.runtime.update.muon import Muon
@@ -137,7 +137,7 @@ class LostShards:
         Raises:
             ValueError: the state is lost, and there is no checkpoint.
         """
-        root = None if self._sources is not None else self._checkpoint()
+        root = None if self._sources is not None else self._checkpoint(run)
         drawn = random_state()
         args = replace(run.args, rank=dist.get_rank(), world_size=dist.get_world_size())
         parts = setup_model_and_optimizer(args, run.program, draws=False, copies=copies, locally=_then_together)
@@ -145,7 +145,7 @@ class LostShards:
         if root is None:
             self._hand_over(run, parts, [ranks.index(rank) for rank in self._sources])
         else:
-            as_saved = {"ckpt_step": None, "finetune": False} if root == args.save else {}
+            as_saved = {"ckpt_step": None, "finetune": False} if run.has_saved else {}
             position = load_checkpoint(parts, args=replace(args, load=root, **as_saved), say=run.reporter.say)
             built = _Built(epoch, parts, position, self._fallen_back(run, root, position))
             parts.update.keep_shards(copies=args.redundant_optimizer)
@@ -183,20 +183,24 @@ class LostShards:
             if of_scaler is not None:
                 shared_scaler(built.optimizer).load_state_dict(of_scaler)
             built.update.load_state_dict(of_update)
+            built.update.restore_routers(of_update)
         else:
-            hand_between(before, built, iteration=position.iteration)
+            try:
+                hand_between(before, built, iteration=position.iteration)
+            except AgreedError as error:
+                if error.__cause__ is None:
+                    raise RuntimeError(f"a rank could not take its part: {error}") from error
+                raise OnThisRank(str(error)) from error  # the others go on without this rank
         if self.is_new:  # the notes may be from before a checkpoint was loaded
             run.stand_at(position)
             run.saved_iteration = saved_iteration
 
-    def _checkpoint(self) -> str:
-        """The directory of the last checkpoint. Collective."""
-
-        def found() -> str | None:
-            roots = [root for root in (self._args.save, self._args.load) if root is not None]
-            return next((root for root in roots if directory.locate(root) is not None), None)
-
-        root = on_rank_zero(found)
+    def _checkpoint(self, run: Run) -> str:
+        """The directory of the checkpoint to go back to: of the last one that this job has saved, or else of the one
+        with which it began. Collective."""
+        root = self._args.save if run.has_saved else self._args.load
+        if root is not None and on_rank_zero(lambda: directory.locate(root)) is None:
+            root = None
         if root is None:
             lost = "a lost rank's shard of the optimizer's state"
             why = f"{lost} and its copy are both lost" if self._args.redundant_optimizer else f"nobody else has {lost}"

@@ -317,6 +317,7 @@ class Run:
     consumed_valid_samples: int = 0
     flops: float = 0.0
     saved_iteration: int | None = None
+    has_saved: bool = False  # whether this job has saved a checkpoint
     is_kept_out_of_collections: bool = False  # by gc.freeze, when it began to train
     survivors: Survivors | None = None  # the program of the ranks that are left, if ranks were lost
     begun: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_SIZES))  # samples of the last batches

@@ -13,7 +13,8 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors import ReplicaRank
 from megatron.pipeline.survivors.bound import drained_bound, steady_bound
-from megatron.pipeline.survivors.order import Work, held_undisturbed, run
+from megatron.pipeline.survivors.order import Work, run
+from megatron.pipeline.survivors.room import held_undisturbed
 from megatron.pipeline.survivors.sharing import Sharing
 from tests.pipeline.survivors.jobs import ACCEPTED, Job, jobs, schedule_of
 

@@ -56,6 +56,23 @@ def test_it_is_proved_within_memory_and_no_slower(way: str, num_microbatches: in
     assert left.bound - 1e-9 <= left.seconds <= still.seconds and max(left.held) <= LIMIT
 
 
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches"), [("bpipe", 3, 4), ("bpipe", 4, 3), ("bpipe", 5, 4)])
+def test_a_schedule_that_has_nothing_to_move_moves_nothing(name: str, num_ranks: int, num_microbatches: int):
+    """Its ranks have no part that could, with all ranks and without some."""
+    schedule = schedule_of(name, num_ranks)
+    assert schedule.moves_activations and not schedule.evicting_ranks((num_microbatches,))
+    for rank in range(num_ranks):
+        left = without(schedule, num_microbatches, num_replicas=2, lost=[ReplicaRank(0, rank)])
+        assert not left.schedule.moves_activations
+
+
+def test_the_host_has_room_for_what_waits_there_while_no_rank_is_lost():
+    """With 8 stages that is more than the rank itself may hold."""
+    schedule = schedule_of("flush", 8, most_on_device=LIMIT)
+    left = without(schedule, 16, num_replicas=3, lost=[ReplicaRank(0, 0)])
+    assert left.bound <= left.seconds == 94 and max(left.held) == LIMIT
+
+
 @settings(deadline=None, max_examples=12)
 @given(st.sampled_from(sorted(MOVING)), losses(2), st.integers(0, 2**32 - 1))
 def test_random_orders_with_moves_do_not_undercut_the_bound(way: str, lost: frozenset[ReplicaRank], seed: int):

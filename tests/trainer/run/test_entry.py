@@ -105,11 +105,17 @@ def test_torchruns_signal_to_the_rest_of_a_node_is_no_stop_request(monkeypatch):
     ranks = [subprocess.Popen(["sleep", "600"], env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
     try:
         assert not is_ended_with_node()
+        with monkeypatch.context() as wrapped:  # a script stands between the agent and the program
+            wrapped.setattr(os, "getppid", lambda: ranks[0].pid)
+            assert not is_ended_with_node()
         ranks[1].kill()
         os.waitid(os.P_PID, ranks[1].pid, os.WEXITED | os.WNOWAIT)
         assert is_ended_with_node()
         ranks[1].wait()
         assert is_ended_with_node()
+        with monkeypatch.context() as wrapped:
+            wrapped.setattr(os, "getppid", lambda: ranks[0].pid)
+            assert is_ended_with_node()
         monkeypatch.setenv(KEEPS_SURVIVORS, "1")
         assert not is_ended_with_node()
     finally:
@@ -118,6 +124,10 @@ def test_torchruns_signal_to_the_rest_of_a_node_is_no_stop_request(monkeypatch):
     stop, ended = StopSignal(), []
     monkeypatch.setattr(ranks_module, "end_at_once", ended.append)
     stop.means_loss = lambda: True
+    stop.received = True  # a second signal, behind a stop request
+    stop._handle(signal.SIGTERM, None)
+    assert ended == []
+    stop.received = False
     stop._handle(signal.SIGTERM, None)
     assert ended == ["its launcher ends all ranks of a node of which one is lost"]
 

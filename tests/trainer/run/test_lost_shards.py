@@ -3,7 +3,7 @@ goes back to its last checkpoint."""
 
 import pytest
 
-from tests.trainer.run import lost_rank_jobs
+from tests.trainer.run import lost_rank_jobs, test_experts
 from tests.trainer.run.lost_rank_jobs import (
     MODEL,
     TIMEOUT,
@@ -46,6 +46,28 @@ def test_without_copies_the_run_goes_back_to_its_checkpoint(tmp_path):
     assert_nothing_lost(job, flags)
     assert "go on from iteration 4" in job.outcome.output
     assert f"have loaded the checkpoint in {tmp_path}/saved, and repeat 1 iteration" in job.outcome.output
+
+
+@pytest.mark.full
+def test_the_checkpoint_of_another_job_is_not_gone_back_to(tmp_path):
+    """It lies in the directory of --save, from a job that this one does not continue."""
+    flags = f"--global-batch-size 4 --pipeline-model-parallel-size 1 {SHARED} --save {tmp_path}/saved --train-iters 12"
+    train(2, f"{flags} --exit-interval 8 --save-interval 8", base=MODEL)
+    job = run(tmp_path, 2, f"{flags} --save-interval 100", [[1, "forward", 3, "SIGKILL"]])
+    job.outcome.assert_failed_clearly("of the optimizer's state, and there is no checkpoint to go back to")
+    job = run(tmp_path, 2, f"{flags} --save-interval 3 --exit-interval 5", [[1, "forward", 5, "SIGKILL"]])
+    assert "go on from iteration 3" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+def test_biases_of_experts_go_on(tmp_path):
+    """2bw: a rank is lost and comes back, and another is lost, each with biases of two versions."""
+    losses = [[1, "forward", 3, "SIGKILL"], [0, "forward", 6, "newcomer"], [0, "forward", 9, "SIGKILL"]]
+    experts = f"--num-experts 4 --moe-aux-loss-coeff 1e-2 {test_experts.SMOOTH} {test_experts.BIASED}"
+    flags = f"--global-batch-size 4 --train-iters 11 --pipeline-schedule 2bw {experts}"
+    job = run(tmp_path, 2, f"{flags} --pipeline-model-parallel-size 1 {COPIES}", losses, max_restarts=1)
+    assert_nothing_lost(job, flags)
+    assert lost(job) == [1, 0] and "rank 1 is back" in job.outcome.output, job.outcome.output
 
 
 @pytest.mark.full

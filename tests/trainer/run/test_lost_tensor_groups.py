@@ -37,21 +37,23 @@ def with_them(job) -> set[int]:
     }
 
 
-def test_a_group_is_lost_and_comes_back(tmp_path):
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_group_is_lost_and_comes_back(tmp_path, depth):
     """2bw, sequence parallelism and dropout: rank 0, which owns --save and reads the data of its group, is lost, and
     rank 1 with it. Both come back together. A job of one replica resumes from a checkpoint that the others have saved
     meanwhile."""
-    losses = [[0, "forward", 3, "SIGKILL"], [4, "forward", 6, "newcomer"]]
+    size, shape = 4 * depth, f"--pipeline-model-parallel-size {depth}"
+    losses = [[0, "forward", 3, "SIGKILL"], [size - 2, "forward", 6, "newcomer"]]
     flags = f"--global-batch-size 4 --train-iters 9 --pipeline-schedule 2bw {SEQUENCE} {DROPOUT} {DECAY}"
     saving = f"--save {tmp_path}/saved --save-interval 4 --log-saved-activations --pipeline-timeline timeline"
-    job = run(tmp_path, 8, f"{flags} {SHAPE} {saving}", losses, max_restarts=1)
+    job = run(tmp_path, size, f"{flags} {shape} {saving}", losses, max_restarts=1)
     assert_nothing_lost(job, f"{flags} {ONE}", num_ranks=2)
     assert lost(job) == [0] and with_them(job) == {1}, job.outcome.output
-    gone, back = changes_recorded(job, world_size=8)
-    assert (gone["ranks"], back["ranks"], back["joined_ranks"]) == (6, 8, [0, 1])
-    lanes = ["rank 0 (pipeline rank 0)", "rank 4 (pipeline rank 1)"]
+    gone, back = changes_recorded(job, world_size=size)
+    assert (gone["ranks"], back["ranks"], back["joined_ranks"]) == (size - 2, size, [0, 1])
+    lanes = ["rank 0 (pipeline rank 0)", "rank 4 (pipeline rank 1)"][:depth]
     assert_drawn(tmp_path / "timeline", first=back["iteration"], last=9, size=2, lanes=lanes, is_whole=True)
-    resumed = train(4, f"{flags} {SHAPE} --load {tmp_path}/saved --ckpt-step 4", base=MODEL)
+    resumed = train(2 * depth, f"{flags} {shape} --load {tmp_path}/saved --ckpt-step 4", base=MODEL)
     later = {
         each: loss for each, loss in values(undisturbed(f"{flags} {ONE}", 2, MODEL), "lm_loss").items() if each > 4
     }
@@ -220,6 +222,18 @@ def test_ranks_that_share_sequences(tmp_path, flags, tensor):
     plain = shared.replace("--pipeline-schedule zb-h1", "").replace(f"{SHARDS} --redundant-optimizer", "")
     assert_nothing_lost(job, f"{plain} {ONE}", num_ranks=2 * tensor)
     assert lost(job) == [3] and with_them(job) == ({2} if tensor == 1 else {0, 1, 2}), job.outcome.output
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["", f"{SHARDS} --redundant-optimizer"])
+def test_tied_embeddings_of_ranks_that_share_sequences(tmp_path, flags):
+    """A stage lacks a place that the other one has, so their shards of the embedding are unlike."""
+    losses = [[1, "forward", 3, "SIGKILL"], [4, "forward", 6, "newcomer"]]
+    shared = f"--global-batch-size 4 --train-iters 9 {CONTEXT} {DECAY}"
+    tied = MODEL.replace(" --untie-embeddings-and-output-weights", "")
+    job = run(tmp_path, 8, f"{shared} {SHAPE} {flags}", losses, max_restarts=1, model=tied, timeout=500)
+    assert_nothing_lost(job, f"{shared} {ONE}", num_ranks=2, model=tied)
     assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
 
 

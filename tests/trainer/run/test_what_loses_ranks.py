@@ -43,9 +43,9 @@ def images() -> Trained:
 
 # name: (program, ranks of 2 replicas, flags)
 RUNS = {
+    "experts with biases": (gpt, 4, f"{EXPERTS} {test_experts.BIASED} --eval-iters 1 --pipeline-schedule 2bw"),
     "muon": (gpt, 4, f"{MUON} --eval-iters 1 --pipeline-schedule 2bw"),
     "bert": (bert, 4, "--clip-grad 1 --lr 1e-3"),
-    "experts with biases": (gpt, 4, f"{EXPERTS} {test_experts.BIASED} --eval-iters 1 --pipeline-schedule 2bw"),
     "sgd": (gpt, 4, "--optimizer sgd --sgd-momentum 0.9"),
     "sgd without momentum, 2bw": (gpt, 4, "--optimizer sgd --sgd-momentum 0 --pipeline-schedule 2bw"),
     "lamb, bf16": (gpt, 4, "--optimizer lamb --lr 1e-3 --bf16"),
@@ -65,7 +65,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@table("trained, num_ranks, flags", RUNS, usual=3)
+@table("trained, num_ranks, flags", RUNS, usual=1)
 def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_ranks: int, flags: str):
     """Losses, norms, learning rates and validations are those of one process."""
     trained = trained()

@@ -28,6 +28,7 @@ USER_ERROR = 2
 """The exit status for an error that the user can fix."""
 KEEPS_SURVIVORS = "MEGATRON_KEEPS_SURVIVORS"
 """The environment variable with which tools/launch.py says that it ends nobody because another process is lost."""
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 PATIENCE = 3.0
 """Seconds that a rank waits for the others to report the same error, and that the others wait for rank 0 to print."""
 
@@ -92,13 +93,23 @@ def environment_ranks() -> tuple[int, int, int]:
 
 def is_ended_with_node() -> bool:
     """Whether torchrun is about to end this process because another one of its agent is lost: it ends all of these."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get(KEEPS_SURVIVORS):
+    if _RUN_ID not in os.environ or os.environ.get(KEEPS_SURVIVORS):
         return False
-    num_alive = 0
-    for child in psutil.Process(os.getppid()).children():
+    agent, num_alive = psutil.Process(os.getppid()), 0
+    while _has_run_id(agent) and (above := agent.parent()) is not None:  # a script that wraps the program
+        agent = above
+    for child in agent.children():
         with suppress(psutil.Error):
             num_alive += child.status() != psutil.STATUS_ZOMBIE and "RANK" in child.environ()
     return num_alive < number_of("LOCAL_WORLD_SIZE", 1)
+
+
+def _has_run_id(process: psutil.Process) -> bool:
+    """Whether a process has been started by the agent of this one, or by one of its ranks."""
+    try:
+        return process.environ().get(_RUN_ID) == os.environ[_RUN_ID]
+    except psutil.Error:  # of another user
+        return False
 
 
 # --- the last sentence ------------------------------------------------------------------------------------------------

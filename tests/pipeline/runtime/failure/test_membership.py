@@ -115,6 +115,7 @@ def test_a_new_process_joins_where_all_admit_it(tmp_path):
         assert set(job.current["notes"]) == {1, 2}
 
 
+@pytest.mark.alone
 def test_a_group_is_lost_and_comes_back_as_a_whole(tmp_path):
     """Ranks 2 and 3 compute layers together: when one is killed the other ends, too. A new process waits for the other
     one; both are in one epoch."""
@@ -144,6 +145,7 @@ def test_a_group_is_lost_and_comes_back_as_a_whole(tmp_path):
         assert job.current["joined"] == (2, 3) and job.current["lost"] == {}
 
 
+@pytest.mark.alone
 @pytest.mark.full
 def test_a_process_that_was_taken_in_asks_no_more(tmp_path):
     """One that came into the job and is lost while its heart still beats is no newcomer behind that."""
@@ -167,6 +169,7 @@ def test_a_process_that_was_taken_in_asks_no_more(tmp_path):
             time.sleep(0.1)
 
 
+@pytest.mark.alone
 @pytest.mark.full
 def test_no_group_is_left(tmp_path):
     """Each has lost a rank: the others end, and so does a new process that waits."""
