@@ -108,6 +108,19 @@ def test_a_return_needs_no_copies(tmp_path, flags):
 
 
 @pytest.mark.full
+def test_a_new_process_that_cannot_take_its_part_ends_alone(tmp_path):
+    """The others go on, and take the next one in."""
+    losses = [[1, "forward", 6, "SIGKILL"], [0, "forward", 8, "newcomer"], [1, "restoring", 1, "error", 1]]
+    losses += [[0, "forward", 12, "newcomer"]]
+    flags = f"--global-batch-size 4 --train-iters 15 --pipeline-schedule 2bw {SHARED} {DECAY} {MUON}"
+    shape = f"--pipeline-model-parallel-size 1 --save {tmp_path}/saved --save-interval 4"
+    job = run(tmp_path, 2, f"{flags} {shape}", losses, max_restarts=2)
+    assert_nothing_lost(job, flags)
+    assert "planted in restoring" in job.outcome.output, job.outcome.output
+    assert "2 ranks of 2 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["new groups", "restoring", "shards taken", "new program"])
 @pytest.mark.parametrize("dies", ["old", "new"])
 def test_a_rank_is_lost_in_the_return_to_owners(tmp_path, place, dies):
