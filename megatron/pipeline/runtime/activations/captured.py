@@ -117,7 +117,7 @@ class ActivationMemory:
         assert num_holders(probe) == 1, "this torch counts the holders of a storage in another way"
         self.device = probe.device  # "cuda" becomes the current device, with its number
         self.pool = BufferPool(self.device)
-        self.peak_bytes = self._recent_peak_bytes = 0
+        self.peak_bytes = self._recent_peak_bytes = self._last_peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()  # the move thread takes buffers, too
 
@@ -127,10 +127,15 @@ class ActivationMemory:
             return self._count()
 
     def take_recent_peak(self) -> int:
-        """Return the maximum number of bytes since the last call, or since the start."""
+        """Return the maximum number of bytes since the last call, or since the start.
+
+        If nothing was saved in that time, return the same again: where batches overlap, all computations of a batch may
+        have ended before the last call, which was for the batch before it.
+        """
         with self._lock:
-            peak, self._recent_peak_bytes = self._recent_peak_bytes, self._count()
-        return peak
+            self._last_peak_bytes = self._recent_peak_bytes or self._last_peak_bytes
+            self._recent_peak_bytes = self._count()
+            return self._last_peak_bytes
 
     def hold(self, stage: int, microbatch: int, num_bytes: int) -> None:
         """Count `num_bytes` for the graph of a microbatch at a stage from now on."""

@@ -47,7 +47,8 @@ def test_the_peak_counts_graphs_and_buffers():
 
 
 def test_the_recent_peak_starts_again_from_what_is_held():
-    """Each reading tells the most since the one before, and what was saved then and is still saved counts."""
+    """Each reading tells the most since the one before, and what was saved then and is still saved counts. A batch that
+    had ended before that reading has its peak there."""
     memory = ActivationMemory()
     memory.hold(0, 0, 100)
     memory.hold(0, 1, 50)
@@ -55,3 +56,6 @@ def test_the_recent_peak_starts_again_from_what_is_held():
     assert [memory.take_recent_peak(), memory.take_recent_peak()] == [150, 50]
     memory.hold(0, 2, 25)
     assert [memory.take_recent_peak(), memory.peak_bytes] == [75, 150]
+    memory.drop(0, 1)
+    memory.drop(0, 2)
+    assert [memory.take_recent_peak(), memory.take_recent_peak()] == [75, 75]
