@@ -17,7 +17,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.bound import drained_bound, steady_bound
 from megatron.pipeline.survivors.order import Ordered, Work, drained_orders, steady_orders
-from megatron.pipeline.survivors.room import Room, held_undisturbed, rooms_of
+from megatron.pipeline.survivors.room import Room, rooms_of
 from megatron.pipeline.survivors.sharing import ReplicaRank, Sharing
 
 __all__ = ["ReplicaRank", "Survivors", "without"]
@@ -84,7 +84,7 @@ def without(
             that are left would have to hold more, or the costs are those of another number of stages or edges.
     """
     sharing, costs = Sharing(schedule, num_microbatches, num_replicas, frozenset(lost)), costs or Costs()
-    before = held_undisturbed(sharing)
+    before = sharing.held_undisturbed
     limit = max(before) if most_held is None else most_held
     if limit < 1:
         raise ValueError(f"a rank cannot compute and hold {limit} microbatches; let it hold 1 and more")

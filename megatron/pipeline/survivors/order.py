@@ -29,7 +29,7 @@ from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.survivors.room import Room, begun_undisturbed
+from megatron.pipeline.survivors.room import Room
 from megatron.pipeline.survivors.sharing import Sharing
 
 _INPUT = Kind.BACKWARD_INPUT
@@ -254,7 +254,7 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
 
 def _caps(room: Room, more: Sequence[int]) -> list[tuple[int, ...]]:
     """Return how many microbatches each rank may begin: as many as while no rank is lost, and some more or fewer."""
-    own = begun_undisturbed(room.sharing)
+    own = room.sharing.begun_undisturbed
     ranks = list(zip(room.sharing.ranks, room.most, strict=True))
     found = (tuple(max(1, min(most, own[rank] + each)) for (_, rank), most in ranks) for each in more)
     return list(dict.fromkeys(found))

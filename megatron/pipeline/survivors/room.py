@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from megatron.pipeline.program.copies import pair_stages_of
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import ENDS_BACKWARD, Kind, Row, Rows
+from megatron.pipeline.program.instruction import Row, Rows
 from megatron.pipeline.program.lane_order import Pairs, pair_of
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segments
@@ -66,7 +65,7 @@ class Room:
     def most(self) -> tuple[int, ...]:
         """For each rank, the number of microbatches that may be between their forward and the end of their backward."""
         if self.to_host:
-            begun = begun_undisturbed(self.sharing)
+            begun = self.sharing.begun_undisturbed
             return tuple(max(2 * self.limit, begun[rank]) for _, rank in self.sharing.ranks)
         return tuple(self.limit * (1 + (partner != rank)) for rank, partner in enumerate(self.partners))
 
@@ -111,22 +110,6 @@ def rooms_of(sharing: Sharing, limit: int) -> list[Room]:
     if not (schedule.swaps or schedule.evicting_ranks((sharing.num_microbatches,))):
         return [alone]
     return [alone, replace(alone, to_host=schedule.swaps, to_pair=schedule.balance)]
-
-
-def held_undisturbed(sharing: Sharing) -> tuple[int, ...]:
-    """Return how many microbatches each rank of a replica holds at most while no rank is lost, over its stages."""
-    schedule = sharing.schedule
-    return schedule.max_saved_on_rank((sharing.num_microbatches,) * (1 + schedule.settling_batches))
-
-
-def begun_undisturbed(sharing: Sharing) -> tuple[int, ...]:
-    """Return how many microbatches each rank of a replica has begun at most while no rank is lost, held or not."""
-    schedule = sharing.schedule
-    if not schedule.moves_activations:
-        return held_undisturbed(sharing)
-    rows = schedule.build((sharing.num_microbatches,) * (1 + schedule.settling_batches)).rows
-    changes = ([(each.kind is Kind.FORWARD) - (each.kind in ENDS_BACKWARD) for each in row] for row in rows)
-    return tuple(max(accumulate(each)) for each in changes)
 
 
 def _segments(extent: Extent, row: Row) -> Segments:

@@ -20,12 +20,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.documents import counted
 from megatron.pipeline.program.copies import Copy, edges_of_copies
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.extent import Extent
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Kind
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.simulate.costs import Costs
 
@@ -114,6 +116,24 @@ class Sharing:
     def _alive(self, rank: int) -> list[int]:
         """Return the replicas whose rank is left."""
         return [each for each in range(self.num_replicas) if ReplicaRank(each, rank) not in self.lost]
+
+    @cached_property
+    def held_undisturbed(self) -> tuple[int, ...]:
+        """How many microbatches each rank of a replica holds at most while no rank is lost, over its stages."""
+        return self.schedule.max_saved_on_rank(self._settling_batches)
+
+    @cached_property
+    def begun_undisturbed(self) -> tuple[int, ...]:
+        """How many microbatches each rank of a replica has begun at most while no rank is lost, held or not."""
+        if not self.schedule.moves_activations:
+            return self.held_undisturbed
+        rows = self.schedule.build(self._settling_batches).rows
+        changes = ([(each.kind is Kind.FORWARD) - (each.kind in ENDS_BACKWARD) for each in row] for row in rows)
+        return tuple(max(accumulate(each)) for each in changes)
+
+    @property
+    def _settling_batches(self) -> tuple[int, ...]:
+        return (self.num_microbatches,) * (1 + self.schedule.settling_batches)
 
     @cached_property
     def ranks(self) -> tuple[ReplicaRank, ...]:

@@ -44,7 +44,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
-from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, SameEverywhere
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import (
@@ -60,7 +60,7 @@ from megatron.trainer.arguments.flags.config import TrainConfig, ranks_of_place
 from megatron.trainer.changes.change import end_engine
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
-from megatron.trainer.run.lost_shards import LostShards
+from megatron.trainer.run.lost_shards import LostShards, ending_alone
 from megatron.trainer.run.places import part_of, place_of
 from megatron.trainer.run.proved_losses import ProvedLosses
 from megatron.trainer.start_up.initialize import make_groups
@@ -361,18 +361,14 @@ class LostRanks:
     def _hand_over(self, run: Run, notes: list[dict]) -> None:
         """Give new processes the state that the others have, whose `notes` these are. Collective.
 
-        Raises ValueError on a process that could not take it, and RuntimeError on the others.
+        Raises as `ending_alone`.
         """
         note = notes[0]
         assert {each["iteration"] for each in notes} == {each["version"] for each in notes} == {note["iteration"]}, (
             "the others do not train until all have the state"
         )
-        try:
+        with ending_alone():
             hand_to_new(run.model_and_optimizer, iteration=note["iteration"], is_new=not self.has_state)
-        except AgreedError as error:
-            if error.__cause__ is None:
-                raise RuntimeError(f"a new process could not take the state: {error}") from error
-            raise
         if self.has_state:
             return
         choose_kernel(run.optimizer, run.args.optimizer_kernel)  # as after the loading of a checkpoint

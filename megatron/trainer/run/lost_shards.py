@@ -54,6 +54,20 @@ def _then_together() -> Iterator[None]:
     dist.barrier()
 
 
+@contextmanager
+def ending_alone() -> Iterator[None]:
+    """Context of a handing over of state, collective: a rank that fails there ends, and the others go on without it.
+
+    Raises OnThisRank on the rank that failed, and RuntimeError on the others, as for a loss.
+    """
+    try:
+        yield
+    except AgreedError as error:
+        if error.__cause__ is None:
+            raise RuntimeError(f"a rank could not take the state: {error}") from error
+        raise OnThisRank(str(error)) from error
+
+
 @dataclass(frozen=True)
 class _Built:
     """What a recovery has built. `position`: of the checkpoint that it comes from, of which `told` is said; None: it
@@ -185,12 +199,8 @@ class LostShards:
             built.update.load_state_dict(of_update)
             built.update.restore_routers(of_update)
         else:
-            try:
+            with ending_alone():
                 hand_between(before, built, iteration=position.iteration)
-            except AgreedError as error:
-                if error.__cause__ is None:
-                    raise RuntimeError(f"a rank could not take its part: {error}") from error
-                raise OnThisRank(str(error)) from error  # the others go on without this rank
         if self.is_new:  # the notes may be from before a checkpoint was loaded
             run.stand_at(position)
             run.saved_iteration = saved_iteration

@@ -14,7 +14,6 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors import ReplicaRank
 from megatron.pipeline.survivors.bound import drained_bound, steady_bound
 from megatron.pipeline.survivors.order import Work, run
-from megatron.pipeline.survivors.room import held_undisturbed
 from megatron.pipeline.survivors.sharing import Sharing
 from tests.pipeline.survivors.jobs import ACCEPTED, Job, jobs, schedule_of
 
@@ -98,5 +97,5 @@ def test_recomputes_hide_behind_gradients_on_their_way():
 def test_what_is_held_bounds_the_steady_time():
     """Rank 0 holds a microbatch for 4 + 8 and has 11 of them in a batch: 33 with room for 4, 66 with room for 2."""
     sharing = one_loss("2bw", "3.0")
-    assert max(held_undisturbed(sharing)) == 4
+    assert max(sharing.held_undisturbed) == 4
     assert [steady_bound(sharing, Costs(), [held] * len(sharing.ranks)) for held in (8, 4, 2)] == [33, 33, 66]

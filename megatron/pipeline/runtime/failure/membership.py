@@ -40,7 +40,7 @@ from torch.distributed import PrefixStore, Store
 from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record, lost_with, of_whole_groups
 from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, end_at_once
 from megatron.pipeline.runtime.failure.failure_board import PATIENCE
-from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member, Watch, has_ended
+from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member
 from megatron.pipeline.runtime.failure.store_thread import StoreThread
 
 LAUNCHER = "launcher"
@@ -65,16 +65,15 @@ def takes_in(store: Store, *, timeout: float = FAILURE_TIMEOUT) -> bool:
     if number == 0:
         return False
     _, members = epoch_of(number - 1, json.loads(store.get(f"epoch/{number - 1}")))
-    watch, deadline = Watch(_BEAT), time.monotonic() + timeout
-    ended: set[str] = set()
-    while len(ended) < len(members) and time.monotonic() < deadline:
-        left = [member for member in members if member.token not in ended]
-        watch.look({member.token: store.get(f"beat/{member.token}").decode() for member in left})
-        if any(watch.is_heard(member.token) or watch.has_left(member.token) for member in left):
+    lookout = Lookout(store, members[0], timeout=timeout, interval=_BEAT)  # only looks, and gives no sign of life
+    while True:
+        lookout.look_at(members)
+        reasons = [lookout.why_lost(member, is_awaited=True) for member in members]
+        if HAS_LEFT in reasons or any(lookout.is_heard(member.token) for member in members):
             return True
-        ended |= {member.token for member in left if has_ended(member, patience=_BEAT)}
+        if all(reasons):
+            return False
         time.sleep(_BEAT / 2)
-    return False
 
 
 def out_of(launcher: str, process: int) -> str:
