@@ -2,6 +2,7 @@
 
     python benchmarks/prediction_pass.py                      # a minute, one thread; a table
     python benchmarks/prediction_pass.py --blocks 8192 16384  # other blocks of the passes on a CPU, in elements
+    python benchmarks/prediction_pass.py --kernel fused       # with torch's fused kernel
     python benchmarks/prediction_pass.py --device cuda --parameters 1000000000 --layers 200  # Triton's kernel, on a GPU
 
 torch's AdamW, FP32, with moments. `torch` is the optimizer's own step, `pass` the same step in blocks that stay in the
@@ -29,7 +30,7 @@ from megatron.pipeline.runtime.update import elementwise_step
 from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep
 
 
-def ways(num_parameters: int, num_layers: int, device: str) -> dict[str, Callable[[], None]]:
+def ways(num_parameters: int, num_layers: int, device: str, kernel: str) -> dict[str, Callable[[], None]]:
     """Name -> what is timed."""
     size = num_parameters // num_layers
     parameters = [torch.randn(size, device=device, requires_grad=True) for _ in range(num_layers)]
@@ -37,7 +38,8 @@ def ways(num_parameters: int, num_layers: int, device: str) -> dict[str, Callabl
     targets = {each: torch.empty_like(each) for each in parameters}
     for each in parameters:
         each.grad = torch.randn_like(each)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)
+    fused = True if kernel == "fused" else None
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=fused)
     optimizer.step()
     provisional = ProvisionalStep(optimizer)
 
@@ -61,8 +63,10 @@ def ways(num_parameters: int, num_layers: int, device: str) -> dict[str, Callabl
 
 def measure(args) -> dict[int, dict[str, list[float]]]:
     """Block -> name -> seconds of each round. The first round is not timed."""
-    found = {block: {name: [] for name in ways(args.layers, args.layers, args.device)} for block in args.blocks}
-    timed = ways(args.parameters, args.layers, args.device)
+    found = {
+        block: {name: [] for name in ways(args.layers, args.layers, args.device, args.kernel)} for block in args.blocks
+    }
+    timed = ways(args.parameters, args.layers, args.device, args.kernel)
     for number in range(args.rounds + 1):
         for block, seconds in found.items():
             elementwise_step.BLOCK = block
@@ -82,13 +86,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=20, help="tensors of equal size that hold the parameters")
     parser.add_argument("--blocks", type=int, nargs="+", default=[elementwise_step.BLOCK])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kernel", choices=("loop", "fused"), default="loop", help="torch's, which takes the steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     set_environment()
     torch.set_num_threads(1)
     backend.keep_freed_memory()  # as in training; else a step's temporary tensors cost page faults
     found = measure(args)
-    table = Table(title=f"{args.parameters:,} parameters, {args.layers} tensors, {args.device}: milliseconds")
+    table = Table(
+        title=f"{args.parameters:,} parameters, {args.layers} tensors, {args.device}, {args.kernel}: milliseconds"
+    )
     for column in ("block", *next(iter(found.values())), "one pass over torch"):
         table.add_column(column, justify="right")
     for block, seconds in found.items():

@@ -194,6 +194,7 @@ def compare(args) -> tuple[object, Result]:
         micro_batch_size=args.micro_batch_size,
         vocab_size=args.vocab_size or 8 * args.hidden_size,
         clip_grad=args.clip_grad,
+        optimizer_kernel=args.optimizer_kernel,
     )
     if args.vocab_size is None:
         model = balance(model, args)
@@ -349,6 +350,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, help="default: adjusted until the stages are balanced")
     parser.add_argument(
         "--clip-grad", type=float, default=0.0, help="norm to which this project's engine and megatron.core clip"
+    )
+    parser.add_argument(
+        "--optimizer-kernel", choices=("loop", "fused"), default="loop", help="what takes the steps of all contenders"
     )
     parser.add_argument(
         "--contenders", nargs="+", metavar="NAME", help='only these and the limit, such as 2bw "2bw provisional"'

@@ -13,10 +13,9 @@ import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.common.gpt import (
-    LEARNING_RATE,
-    WEIGHT_DECAY,
     Data,
     Model,
+    adamw,
     apply,
     chunk_with_optimizer,
     forward_step,
@@ -155,7 +154,7 @@ class TorchPipelining(Contender):
         self.name = "torch " + schedule_class.__name__.removeprefix("Schedule")
         self._module = _TorchStage(model)
         parameters = self._module.parameters()
-        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=1e-8)
+        self._optimizer = adamw(model, parameters)
         self._data = self.data()
         self._schedule_class = schedule_class
         self._schedules: dict[int, ScheduleGPipe | Schedule1F1B] = {}
@@ -203,7 +202,7 @@ class Library(Contender):
         self.name = f"library {preset}"
         self._module, self._preset, self._data = _LibraryStage(model), preset, self.data()
         parameters = list(self._module.parameters())
-        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=1e-8)
+        self._optimizer = adamw(model, parameters)
         self._pipeline: Pipeline | None = None
 
     def run(self, num_microbatches: int) -> None:

@@ -3,6 +3,7 @@
 Weights depend only on a seed and the stage, data only on the microbatch's number, so that losses can be compared.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.trainer.start_up.optimizer import choose_kernel
 
 LEARNING_RATE, WEIGHT_DECAY = 1.0e-4, 0.01
 _WITHOUT_FUSIONS = dict.fromkeys(
@@ -28,7 +30,7 @@ class Model:
 
     Each stage has `layers` transformer layers. The first stage has `extra_layers` more, to balance the output layer of
     the last stage, whose cost depends on `vocab_size`. megatron.core's optimizer clips gradients to the norm
-    `clip_grad`; 0: it does not.
+    `clip_grad`; 0: it does not. `optimizer_kernel`: what takes the steps, as `--optimizer-kernel` of training.
     """
 
     hidden_size: int
@@ -39,6 +41,7 @@ class Model:
     micro_batch_size: int
     vocab_size: int
     clip_grad: float = 0.0
+    optimizer_kernel: str = "loop"
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -103,7 +106,15 @@ def chunk_with_optimizer(model: Model) -> tuple[DistributedDataParallel, Megatro
     gpt = gpt_chunk(model)
     chunk = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
     config = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=model.clip_grad)
-    return chunk, get_megatron_optimizer(config, [chunk])
+    optimizer = get_megatron_optimizer(config, [chunk])
+    choose_kernel(optimizer, model.optimizer_kernel)
+    return chunk, optimizer
+
+
+def adamw(model: Model, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
+    """torch's AdamW with the settings of megatron.core's Adam here."""
+    fused = True if model.optimizer_kernel == "fused" else None
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=1e-8, fused=fused)
 
 
 def apply(gpt: torch.nn.Module, model: Model, data: Data) -> torch.Tensor:

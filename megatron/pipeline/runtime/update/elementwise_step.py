@@ -5,8 +5,9 @@ have to copy all operands first.
 
 Solution: run the operations of `torch.optim` in the same order and write the results into other tensors. On a CPU the
 pass goes through each parameter in blocks that are so small that intermediate results stay in the cache, and has the
-bits of torch. On a CUDA device the pass is a Triton kernel (`triton_step`). All arithmetic is FP32. Other optimizers,
-and most options of these three, are not supported.
+bits of torch; an optimizer with `fused=True` has torch's fused kernel step each block. On a CUDA device the pass is a
+Triton kernel (`triton_step`). All arithmetic is FP32. Other optimizers, and most options of these three, are not
+supported.
 
 Where the optimizer's own step is due just before (`DueStep`), the pass takes it too: of each block first the true step,
 in place, then the other one. So the operands are read from memory once for both.
@@ -20,151 +21,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.update.elementwise_rules import RULES, BlockStep, Rule
 from megatron.pipeline.runtime.update.muon import Muon
 
 logger = logging.getLogger(__name__)
-
-BlockStep = Callable[..., None]
-"""A step of one block. The arguments are a list of three scratch tensors, a list of the tensors for the new parameter
-and the new moments, the parameter, its gradient and its moments, all flat FP32 tensors of one size. The results may be
-the operands, for a step in place, or the scratch tensors in their order."""
-
-
-class Rule(Protocol):
-    """The step of one group of an optimizer, with the learning rate and the options that the group has at construction.
-
-    Attributes:
-        moments: names of the state tensors that the step reads, each of the parameter's shape.
-        kernel: the name of the rule for `triton_step`.
-    """
-
-    moments: tuple[str, ...]
-    kernel: str
-
-    @staticmethod
-    def covers(group: dict[str, Any]) -> bool:
-        """Whether the rule supports the options of the group."""
-
-    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
-        """The next step of a parameter with this state; the step uses `factor` times the gradient."""
-
-    def count(self, state: dict[str, Any]) -> None:
-        """Count a step of a parameter in its state, as the optimizer does."""
-
-    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
-        """The numbers of the next step of a parameter with this state for `triton_step`."""
-
-
-class AdamRule:
-    """Adam and AdamW. `decoupled`: whether weight decay is decoupled if the group has no option for it."""
-
-    moments = ("exp_avg", "exp_avg_sq")
-    kernel = "adam"
-
-    def __init__(self, group: dict[str, Any], *, decoupled: bool) -> None:
-        self._lr, self._eps, self._weight_decay = group["lr"], group["eps"], group["weight_decay"]
-        self._beta1, self._beta2 = group["betas"]
-        decoupled = group.get("decoupled_weight_decay", decoupled)  # AdamW has had the key since torch 2.7
-        self._shrink = 1 - self._lr * self._weight_decay if decoupled and self._weight_decay else None
-        self._penalty = None if decoupled or not self._weight_decay else self._weight_decay
-
-    @staticmethod
-    def covers(group: dict[str, Any]) -> bool:
-        others = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-        return _are_numbers(group["lr"], *group["betas"], group["eps"], group["weight_decay"]) and not any(
-            group[option] for option in others
-        )
-
-    def _sizes(self, state: dict[str, Any]) -> tuple[float, float]:
-        """lr / (1 - beta1^t) and sqrt(1 - beta2^t) for the next step t of a parameter."""
-        count = float(state["step"] + 1)
-        return self._lr / (1 - self._beta1**count), (1 - self._beta2**count) ** 0.5
-
-    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
-        length, correction = self._sizes(state)
-        scale, beta2, bias, eps = map(_scalar, (factor, self._beta2, correction, self._eps))
-        shrink = None if self._shrink is None else _scalar(self._shrink)
-        is_scaled = isinstance(factor, Tensor) or factor != 1.0
-
-        def step(scratch: list[Tensor], results: list[Tensor], p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
-            gradient, _, size = scratch
-            result, mean, square = results
-            if is_scaled:
-                g = torch.mul(g, scale, out=gradient)
-            if self._penalty is not None:
-                g = torch.add(g, p, alpha=self._penalty, out=gradient)
-            torch.lerp(m, g, 1 - self._beta1, out=mean)
-            torch.mul(v, beta2, out=square).addcmul_(g, g, value=1 - self._beta2)
-            torch.sqrt(square, out=size).div_(bias).add_(eps)
-            start = p if shrink is None else torch.mul(p, shrink, out=result)
-            torch.addcdiv(start, mean, size, value=-length, out=result)
-
-        return step
-
-    def count(self, state: dict[str, Any]) -> None:
-        state["step"] += 1
-
-    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
-        length, correction = self._sizes(state)
-        kept = 1.0 if self._shrink is None else self._shrink
-        return (
-            self._penalty or 0.0, kept, 1 - self._beta1, self._beta2, 1 - self._beta2, correction, self._eps, -length,
-        )  # fmt: skip
-
-
-class SgdRule:
-    """SGD, with momentum or without."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        self._lr, self._weight_decay = group["lr"], group["weight_decay"]
-        self._momentum, self._nesterov = group["momentum"], group["nesterov"]
-        self._taken = 1 - group["dampening"]
-        self.moments = ("momentum_buffer",) if self._momentum else ()
-        self.kernel = ("nesterov" if self._nesterov else "momentum") if self._momentum else "sgd"
-
-    @staticmethod
-    def covers(group: dict[str, Any]) -> bool:
-        numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
-        return _are_numbers(*numbers) and not (group["maximize"] or group["differentiable"] or group["fused"])
-
-    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
-        scale, momentum = _scalar(factor), _scalar(self._momentum)
-        is_scaled = isinstance(factor, Tensor) or factor != 1.0
-
-        def step(scratch: list[Tensor], results: list[Tensor], p: Tensor, g: Tensor, *moments: Tensor) -> None:
-            gradient = scratch[0]
-            result, *means = results
-            if is_scaled:
-                g = torch.mul(g, scale, out=gradient)
-            if self._weight_decay:
-                g = torch.add(g, p, alpha=self._weight_decay, out=gradient)
-            for moment, mean in zip(moments, means, strict=False):
-                torch.mul(moment, momentum, out=mean).add_(g, alpha=self._taken)
-                g = torch.add(g, mean, alpha=self._momentum, out=gradient) if self._nesterov else mean
-            torch.add(p, g, alpha=-self._lr, out=result)
-
-        return step
-
-    def count(self, state: dict[str, Any]) -> None:
-        """Do nothing: SGD counts no steps."""
-
-    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
-        return self._weight_decay, self._momentum, self._taken, -self._lr
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
-
-
-def _scalar(value: float | Tensor) -> Tensor:
-    """The value as an FP32 scalar tensor. torch would wrap a number in every call, which takes as long as the call."""
-    return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
-
 
 BLOCK = 2**17
 """Elements of a block per thread. Nine FP32 blocks, of which three are scratch, take 4.5 MiB, which a core's share of a
@@ -212,14 +77,6 @@ class DueStep:
         return step, _tensors(self.rule, self.operands)
 
 
-RULES: dict[type[torch.optim.Optimizer], tuple[type[Rule], dict[str, Any]]] = {
-    torch.optim.Adam: (AdamRule, {"decoupled": False}),
-    torch.optim.AdamW: (AdamRule, {"decoupled": True}),
-    torch.optim.SGD: (SgdRule, {}),
-}
-"""The exact type of an optimizer -> its rule and the arguments of the rule. A subclass may step in another way."""
-
-
 class ElementwiseStep:
     """Takes the next step of the parameters of one group of an optimizer. This class does so on a CPU, in blocks.
 
@@ -237,8 +94,9 @@ class ElementwiseStep:
     def of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
         """The step of a group; None if the optimizer, an option, or a parameter's type or device is not supported."""
         is_adamws = isinstance(optimizer, Muon) and group["muon"] is None
-        rule, options = RULES.get(torch.optim.AdamW if is_adamws else type(optimizer), (None, {}))
-        if rule is None or not rule.covers(group):
+        rules, options = RULES.get(torch.optim.AdamW if is_adamws else type(optimizer), ((), {}))
+        rule = next((rule for rule in rules if rule.covers(group)), None)
+        if rule is None:
             return None
         kinds = {(type(each) in _PLAIN, each.dtype, each.device.type) for each in group["params"]}
         [device] = [device for device in PASSES if kinds == {(True, torch.float32, device)}] or [None]
@@ -285,7 +143,7 @@ class ElementwiseStep:
             if take_due is not None:
                 take_due(parts, [p, *of_due[2:]], *of_due)
             result = target if is_direct else parts[0]
-            step(parts, [result, *parts[1:]], p, g if g.dtype is torch.float32 else g.float(), *moments)
+            step(parts, [result, *parts[1:3]], p, g if g.dtype is torch.float32 else g.float(), *moments)
             if not is_direct:
                 target.copy_(result if steps is None else torch.where(steps, result, p))
 
@@ -379,7 +237,7 @@ def _tensors(rule: Rule, each: Operands) -> list[Tensor]:
 
 
 def _scratch() -> list[Tensor]:
-    return [torch.empty(_block_size(), dtype=torch.float32) for _ in range(3)]
+    return [torch.empty(_block_size(), dtype=torch.float32) for _ in range(4)]
 
 
 def _parts(scratch: list[Tensor], size: int) -> list[Tensor]:

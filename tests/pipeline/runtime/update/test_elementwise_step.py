@@ -20,6 +20,10 @@ KNOWN = {
     "momentum, dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
     "Nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 }
+FUSED = {
+    f"{name}, fused": (kind, options | {"foreach": None, "fused": True}) for name, (kind, options) in KNOWN.items()
+}
+BLOCKED = KNOWN | FUSED  # what the pass on a CPU knows
 UNKNOWN = {
     "subclass": (type("MyAdamW", (torch.optim.AdamW,), {}), {}),
     "subclass of SGD": (type("MySGD", (torch.optim.SGD,), {}), {}),
@@ -28,10 +32,10 @@ UNKNOWN = {
     "maximize": (torch.optim.AdamW, {"maximize": True}),
     "differentiable": (torch.optim.AdamW, {"differentiable": True}),
     "capturable": (torch.optim.Adam, {"capturable": True}),
-    "fused": (torch.optim.AdamW, {"fused": True}),
+    "amsgrad, fused": (torch.optim.AdamW, {"amsgrad": True, "fused": True}),
     "SGD, maximize": (torch.optim.SGD, {"maximize": True}),
     "SGD, differentiable": (torch.optim.SGD, {"differentiable": True}),
-    "SGD, fused": (torch.optim.SGD, {"fused": True}),
+    "SGD, maximize, fused": (torch.optim.SGD, {"maximize": True, "fused": True}),
     "learning rate in a tensor": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
 }
 SHAPES = ((1,), (7,), (64,), (5, 13), (129, 3), (1000,))
@@ -97,10 +101,10 @@ def blocks(monkeypatch):
     monkeypatch.setattr(elementwise_step, "BLOCK", BLOCK)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", BLOCKED)
 def test_a_pass_leads_where_copies_and_the_step_lead(monkeypatch, blocks, name):
     """Twice in a row with the same result, so parameters, moments and gradients stay as they are."""
-    parameters, optimizer, gradients = build(*KNOWN[name])
+    parameters, optimizer, gradients = build(*BLOCKED[name])
     with monkeypatch.context() as patched:
         forbid(patched, "copies")
         values, again = taken(optimizer, gradients), taken(optimizer, gradients)
@@ -112,7 +116,7 @@ def test_a_pass_leads_where_copies_and_the_step_lead(monkeypatch, blocks, name):
     assert equal(values, parameters)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Nesterov"])
+@pytest.mark.parametrize("name", ["AdamW", "Nesterov", "AdamW, fused", "Nesterov, fused"])
 def test_a_pass_in_whole_blocks_on_two_threads(monkeypatch, name):
     """With the block that is used, which each thread takes a part of."""
     monkeypatch.setitem(globals(), "SHAPES", ((3, 100_003), (2 * elementwise_step.BLOCK,)))
@@ -120,7 +124,7 @@ def test_a_pass_in_whole_blocks_on_two_threads(monkeypatch, name):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        parameters, optimizer, gradients = build(*KNOWN[name])
+        parameters, optimizer, gradients = build(*BLOCKED[name])
         values = taken(optimizer, gradients)
         torch.set_num_threads(2)
         assert equal(values, taken(optimizer, gradients))
@@ -130,10 +134,10 @@ def test_a_pass_in_whole_blocks_on_two_threads(monkeypatch, name):
     assert equal(values, parameters)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "momentum", "SGD"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "momentum", "SGD", "AdamW, fused", "momentum, fused"])
 def test_weights_and_gradients_of_16_bits(monkeypatch, blocks, name):
     """The step is taken in FP32, from the gradient to the result."""
-    parameters, optimizer, gradients = build(*KNOWN[name])
+    parameters, optimizer, gradients = build(*BLOCKED[name])
     gradients = {parameter: gradient.bfloat16() for parameter, gradient in gradients.items()}
     forbid(monkeypatch, "copies")
     values = taken(optimizer, gradients, dtype=torch.bfloat16)
@@ -141,9 +145,10 @@ def test_weights_and_gradients_of_16_bits(monkeypatch, blocks, name):
     assert equal(values, [parameter.bfloat16() for parameter in parameters])
 
 
-def test_some_are_not_stepped(monkeypatch, blocks):
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused"])
+def test_some_are_not_stepped(monkeypatch, blocks, name):
     """Which of them, a scalar beside them says; their gradients lead nowhere."""
-    parameters, optimizer, gradients = build(*KNOWN["AdamW"])
+    parameters, optimizer, gradients = build(*BLOCKED[name])
     stays = parameters[1::2]
     for parameter in stays:
         gradients[parameter].fill_(float("nan"))
@@ -155,10 +160,10 @@ def test_some_are_not_stepped(monkeypatch, blocks):
 
 
 @pytest.mark.parametrize("rules", [RULES, {}], ids=["pass", "copies"])
-@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+@pytest.mark.parametrize("name", ["AdamW", "momentum", "AdamW, fused", "momentum, fused"])
 def test_factors_may_be_known_on_the_device_alone(monkeypatch, blocks, name, rules):
     """One for most parameters, another for some: the same as numbers."""
-    parameters, optimizer, gradients = build(*KNOWN[name])
+    parameters, optimizer, gradients = build(*BLOCKED[name])
     monkeypatch.setattr(elementwise_step, "RULES", rules)
     numbers = {parameter: 0.5 if place in (1, 3) else FACTOR for place, parameter in enumerate(parameters)}
     tensors = {number: torch.tensor(number) for number in numbers.values()}
@@ -167,10 +172,10 @@ def test_factors_may_be_known_on_the_device_alone(monkeypatch, blocks, name, rul
     assert not any(map(torch.equal, taken(optimizer, gradients)[1:4:2], expected[1:4:2]))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+@pytest.mark.parametrize("name", ["AdamW", "momentum", "momentum, fused"])
 def test_before_the_first_step_there_are_no_moments(monkeypatch, name):
     """The optimizer's own step makes them, on copies."""
-    parameters, optimizer, gradients = build(*KNOWN[name], num_steps=0)
+    parameters, optimizer, gradients = build(*BLOCKED[name], num_steps=0)
     forbid(monkeypatch, "pass")
     values = taken(optimizer, gradients)
     assert not optimizer.state

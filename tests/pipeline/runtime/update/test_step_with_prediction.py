@@ -30,7 +30,7 @@ ADAM = st.fixed_dictionaries(
         "betas": st.sampled_from([(0.9, 0.999), (0.3, 0.6)]),
         "eps": st.sampled_from([1e-8, 1e-4]),
         "decoupled_weight_decay": st.booleans(),
-        "foreach": st.sampled_from([None, True, False]),
+        "kernel": st.sampled_from(["foreach", "loop", "fused"]),
     }
 )
 ADAMW = ADAM.map(lambda options: {name: each for name, each in options.items() if name != "decoupled_weight_decay"})
@@ -41,9 +41,18 @@ SGD = st.one_of(
             "weight_decay": DECAYS,
             "momentum": st.sampled_from([0.0, 0.9]),
             "dampening": st.sampled_from([0.0, 0.3]),
+            "kernel": st.sampled_from(["loop", "fused"]),
         }
     ),
-    st.fixed_dictionaries({"lr": RATES, "weight_decay": DECAYS, "momentum": st.just(0.9), "nesterov": st.just(True)}),
+    st.fixed_dictionaries(
+        {
+            "lr": RATES,
+            "weight_decay": DECAYS,
+            "momentum": st.just(0.9),
+            "nesterov": st.just(True),
+            "kernel": st.sampled_from(["loop", "fused"]),
+        }
+    ),
 )
 OPTIMIZERS = st.one_of(
     st.tuples(st.just(torch.optim.Adam), ADAM),
@@ -63,7 +72,13 @@ ONE = st.fixed_dictionaries(
 
 
 def build(kind, options, sizes, *, num_steps=3):
-    """An optimizer over parameters of these sizes in two groups, which has stepped so often."""
+    """An optimizer over parameters of these sizes in two groups, which has stepped so often.
+
+    `options` has torch's options, or `kernel` in the place of `foreach` and `fused`.
+    """
+    options = dict(options)
+    if (kernel := options.pop("kernel", None)) is not None:
+        options |= {"foreach": kernel == "foreach", "fused": kernel == "fused"}
     generator = torch.Generator().manual_seed(3)
     parameters = [torch.randn(size, generator=generator).requires_grad_() for size in sizes]
     groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}]
@@ -129,15 +144,16 @@ def test_one_pass_has_the_bits_of_both(monkeypatch, made, each_of, factor, share
 PLAIN = {"has_gradient": True, "partial": torch.float32, "target": torch.float32, "where": None}
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["loop", "fused"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_whole_blocks_and_threads(threads):
+def test_whole_blocks_and_threads(threads, options):
     """With the block that is used; the optimizer's own step takes parts of the whole parameter on each thread."""
     sizes = [3 * elementwise_step.BLOCK + 5, 2 * elementwise_step.BLOCK, 100_003]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         (_, expected), (num_due, values) = (
-            take(*build(torch.optim.AdamW, {}, sizes), [PLAIN] * 3, factor=0.5, share=1.5, puts_off=puts_off)
+            take(*build(torch.optim.AdamW, options, sizes), [PLAIN] * 3, factor=0.5, share=1.5, puts_off=puts_off)
             for puts_off in (False, True)
         )
     finally:
@@ -173,7 +189,7 @@ class Amsgrad(torch.optim.AdamW):
         (torch.optim.SGD, {"momentum": 0.9}, 0),
         (torch.optim.AdamW, {"amsgrad": True}, 3),
         (torch.optim.AdamW, {"maximize": True}, 3),
-        (torch.optim.AdamW, {"fused": True}, 3),
+        (torch.optim.AdamW, {"fused": True, "maximize": True}, 3),
         (torch.optim.Adagrad, {}, 3),
         (Amsgrad, {}, 3),
     ],
