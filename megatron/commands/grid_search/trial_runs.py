@@ -134,7 +134,7 @@ class Runs:
         num_gpus = entry.configuration.num_gpus
         if num_gpus > gpus_per_node and num_gpus % gpus_per_node:
             raise ValueError(
-                f"{num_gpus} GPUs do not fill nodes of {gpus_per_node}; give another number to --gpus-per-node"
+                f"{num_gpus} GPUs do not fill nodes of {gpus_per_node}; give another number to --write-scripts"
             )
         directory = self.directory(entry)
         directory.mkdir(parents=True, exist_ok=True)

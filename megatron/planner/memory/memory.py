@@ -242,27 +242,28 @@ def estimate_memory(
         moving = largest_moved if demand.evicts[rank] else 0.0
         in_a_forward = one_layer if len(trained) < len(stages) else 0.0
         copies, predicts = 0.0, demand.predicts[rank]
+        of_rank = state
         if state.owns_parameters:
-            state = replace(state, owned_part=fullest_part(state, shape, setting.tensor, layers, trained))
+            of_rank = replace(state, owned_part=fullest_part(state, shape, setting.tensor, layers, trained))
         if predicts:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             largest = largest_parameter(shape, setting.tensor, **ends)
-            copies = state.prediction(count, largest=largest, experts=experts)
+            copies = of_rank.prediction(count, largest=largest, experts=experts)
             if demand.repeats_update:
-                copies = state.last_update(count, experts=experts)
+                copies = of_rank.last_update(count, experts=experts)
         saved = saved_on_rank(rank, sizes, demand)
-        step = state.copies_in_step(count, num_versions=versions, experts=experts)
+        step = of_rank.copies_in_step(count, num_versions=versions, experts=experts)
         own_matrices = sum(matrices[stage] for stage in trained)
-        iterating = state.muon.bytes_of_step(shape, setting.tensor, setting.expert_degrees) if state.muon else 0.0
+        iterating = of_rank.muon.bytes_of_step(shape, setting.tensor, setting.expert_degrees) if of_rank.muon else 0.0
         parts = MemoryParts(
-            weights=state.weights(count, num_versions=versions, predicts=predicts)
-            + frozen * state.weight_bytes
+            weights=of_rank.weights(count, num_versions=versions, predicts=predicts)
+            + frozen * of_rank.weight_bytes
             + versions * sum(fp8_copies[stage] for stage in stages),
-            gradients=state.gradients(count, num_buffers=demand.gradient_buffers[rank] + demand.held_gradients[rank])
-            + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
-            optimizer=state.optimizer(count, num_versions=versions, matrices=own_matrices, experts=experts)
+            gradients=of_rank.gradients(count, num_buffers=demand.gradient_buffers[rank] + demand.held_gradients[rank])
+            + of_rank.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
+            optimizer=of_rank.optimizer(count, num_versions=versions, matrices=own_matrices, experts=experts)
             - step
-            + state.kept_state(count)
+            + of_rank.kept_state(count)
             + (iterating if versions > 1 else 0.0),
             activations=saved.activations,
             deferred=saved.deferred,
@@ -277,17 +278,17 @@ def estimate_memory(
             own = [parameters[stage] for stage in stages]
             parts = replace(
                 parts,
-                weights=resident_weights(state, own, hosting.stages),
-                gradients=gradient_buffers(state, own),
+                weights=resident_weights(of_rank, own, hosting.stages),
+                gradients=gradient_buffers(of_rank, own),
                 optimizer=0.0,
                 step=0.0,
                 activations=device_inputs(rank, boundary, demand, hosting),
                 # Gradients of tied embeddings return to be summed after the last recomputation.
                 workspace=max(
-                    parts.workspace, state.gradients(embedding, num_buffers=_num_tied(shape, stages, layers))
+                    parts.workspace, of_rank.gradients(embedding, num_buffers=_num_tied(shape, stages, layers))
                 ),
             )
-            host = host_parts(rank, boundary, state, own, own_matrices, demand.rank_of_stage, hosting)
+            host = host_parts(rank, boundary, of_rank, own, own_matrices, demand.rank_of_stage, hosting)
         result.append(
             RankMemory(
                 rank=rank,

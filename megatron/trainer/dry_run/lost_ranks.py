@@ -13,6 +13,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.losses import Loss, losses_of, single_losses
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, RankMemory, device_gib
+from megatron.trainer.arguments.architecture import architecture
 from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
 from megatron.trainer.arguments.rules.lost_ranks import refusal
 from megatron.trainer.plan import from_flags
@@ -91,6 +92,7 @@ def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
         or args.context_parallel_size > 1
         or args.num_experts is not None
         or args.recompute_granularity is not None
+        or architecture(args).decoder is not None  # cross-attention has no price
         or schedule.num_stages % schedule.num_ranks
     ):
         return None

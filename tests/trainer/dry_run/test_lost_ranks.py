@@ -3,6 +3,7 @@
 import pytest
 
 from tests.trainer.arguments.command_line import argv
+from tests.trainer.arguments.t5_command_line import SMALL_T5, defaults
 
 JOB = "--dry-run 4 --num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 8 --micro-batch-size 1"
 
@@ -28,6 +29,13 @@ def test_seconds_where_a_gpu_is_named(dry):
     status, out, _, found = dry(f"{JOB} --pipeline-schedule flush --dry-run-gpu H100")
     assert status == 0 and "a lost rank, of any replica: batches in seconds" in out
     assert all(0 < each["undisturbed"] < each["seconds"] < 1 for each in found["lost"]["losses"])
+
+
+def test_a_t5_has_no_seconds(run_words):
+    """The planner prices no cross-attention, so a decoder's layer would count as one of the encoder."""
+    words = f"{SMALL_T5} --dry-run 4 --dry-run-gpu H100 --pipeline-model-parallel-size 2 --pipeline-schedule flush"
+    status, out, _, _ = run_words(words.split(), defaults=defaults())
+    assert status == 0 and "a lost rank, of any replica: batches in times of a layer's forward" in out
 
 
 @pytest.mark.parametrize(
