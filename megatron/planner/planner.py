@@ -1,4 +1,4 @@
-"""The planner: estimates the memory of each rank and the time of an iteration for a model, a cluster, a configuration.
+"""The planner: estimates each rank's memory and the time of an iteration for a model, a cluster and a configuration.
 
 Two effects of scarce memory are priced here: a rank whose allocator frees cached blocks in every backward computes more
 slowly, and 2bw with a single gradient buffer waits for its gradient reductions.
@@ -26,7 +26,8 @@ from megatron.planner.time.microbatch_flow import StageTimes, round_trips
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
-    """Return the costs with `stages` at the fraction `efficiency` of their speed. `costs` has times by stage."""
+    """Return `costs`, whose times are lists by stage, with `stages` slowed to the fraction `efficiency` of their
+    speed."""
     if not stages:
         return costs
     factor = [1 / efficiency if stage in stages else 1.0 for stage in range(len(costs.forward))]
@@ -78,7 +79,7 @@ class Planner:
         self.model, self.cluster, self.cost_model, self.software = model, cluster, cost_model, software
 
     def layers(self, configuration: Configuration) -> tuple[int, ...]:
-        """The number of layers of each stage: as configured, or as equal as can be.
+        """The number of layers of each stage: as configured, or split as evenly as possible.
 
         Raises:
             ValueError: layers are too few, heads or columns do not divide, or FP8 is impossible.
@@ -124,8 +125,11 @@ class Planner:
         return self.memory_of(configuration, demand, self.layers(configuration) if layers is None else layers)
 
     def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
-        """The memory that each rank needs under any schedule: one microbatch, one weight version, equal stages of no
-        more layers than each has."""
+        """A lower bound on the memory of each rank under any schedule: one microbatch, one weight version, equal
+        stages.
+
+        A stage has `num_layers // pipeline` layers.
+        """
         least = Schedule(order="1f1b", weights=FLUSH, num_stages=configuration.pipeline)
         layers = (self.model.num_layers // configuration.pipeline,) * configuration.pipeline
         return self.memory_of(configuration, closed_form_demand(least, 1), layers)
@@ -133,7 +137,7 @@ class Planner:
     def memory_of(
         self, configuration: Configuration, demand: Demand, layers: Sequence[int], *, recomputes: bool = False
     ) -> tuple[RankMemory, ...]:
-        """The memory of each rank for the demand of any program. `recomputes`: it recomputes whole stages."""
+        """The memory of each rank for the demand of a program. `recomputes`: the program recomputes whole stages."""
         software = self.software.of(configuration)
         setting = software.activation_setting(configuration)
         return estimate_memory(

@@ -1,33 +1,34 @@
 """Weights, gradients and optimizer state split over replicas (FSDP, ZeRO-2 and 3): time and memory without a pipeline.
 
-Other systems train so; this project's trainer does not. Times are from shapes and a data sheet. A GPU has two lanes,
-each in order: one computes, the other one gathers and reduces. A task starts when its lane has done the one before it
-and when all that it waits for is done. So tasks are listed in the order in which the software issues them, and what
-overlaps can be read off the list:
+Other systems train this way; this project's trainer does not. Times come from shapes and a data sheet. A GPU has two
+lanes, each of which runs its tasks in order: one computes, the other gathers and reduces. A task starts when the
+previous task of its lane and all tasks that it waits for are done. Tasks are listed in the order in which the software
+issues them:
 
     root             embedding, final norm and head together, gathered before the first layer and kept to the end
-    forward          a layer is gathered while the one before it is computed, and released behind its forward
+    forward          a layer is gathered while the one before it is computed, and released after its forward
     backward         the same from the last layer on; then its gradients are summed and scattered while the layer before
                      it is computed, one layer at a time
-    the end          the root's gradients, which nothing hides
+    the end          the gradients of the root are reduced, and no computation hides this
 
-With stage 2 weights are gathered for the first forward of a batch, or of each microbatch, and kept; gradients go as
-above. Products share the processor with a collective that runs beside them: they lose `contention` of its time, or of
-their own if that is less. A microbatch is issued behind the one before, so from the second to the third on each takes
-as long, and a batch of many is extrapolated from two and three.
+With stage 2, weights are gathered for the first forward of a batch, or of each microbatch, and kept; gradients go as
+above. Matrix products share the processor with a collective that runs beside them: they lose `contention` of its time,
+or of their own time if that is less. A microbatch is issued behind the one before. From the third on, each microbatch
+takes as long as the third, so a batch of many is extrapolated from batches of two and three.
 
 The memory of a GPU:
 
-    shards           masters and moments in FP32, gradients as they are reduced, and what software keeps of the weights
-                     in the type of products; of each the part of one replica
-    gathered         embedding, norm and head, and two layers: the one that is computed and the one that comes, which
-                     lies there twice where weights are copied out of a buffer; with stage 2 all weights, a layer
-                     twice likewise, and their copies in FP8
+    shards           one replica's part of: masters and moments in FP32, gradients in the type in which they are
+                     reduced, and the weights that the software keeps in the type of products
+    gathered         embedding, norm and head, and two layers: the one that is computed and the next one, which is there
+                     twice if weights are copied out of a buffer; with stage 2 all weights, one layer twice likewise,
+                     and their copies in FP8
     gradients        of embedding and head, and of two layers: one that is computed, in the type of products, and one
                      that is reduced
     activations      of one microbatch, as without a pipeline
 
-Where each matrix is gathered by itself, its size takes a layer's place, and as many live as DeepSpeed lets live.
+Software that gathers each matrix by itself has the largest matrix in place of a layer, and as many live parameters as
+DeepSpeed allows.
 """
 
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ class Lane(Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a lane. `after`: the places in the list of the tasks that it waits for, all of them before it."""
+    """A task of a lane. `after`: the indices of the tasks that it waits for, which come before it in the list."""
 
     lane: Lane
     name: str
@@ -102,8 +103,8 @@ class ShardedCosts:
         root_gather, root_reduce: gather and reduction of embedding and head together.
         num_layers: layers, all alike.
         contention: as in `Constants`.
-        regathers: weights are released behind a forward (stage 3); else they are kept for the backward.
-        keeps_batch: weights that are kept for the backward are kept for the following microbatches, too.
+        regathers: weights are released after a forward (stage 3); else they are kept for the backward.
+        keeps_batch: weights that are kept for the backward are also kept for the following microbatches.
         keeps_last: the last layer is not released, since it is needed again at once.
         step: the step of the optimizer, once a batch, with the casts of weights that stay gathered.
     """
@@ -318,7 +319,7 @@ _REDUCED_TOGETHER = 500_000_000
 
 
 def sharded_memory(shape: Architecture, software: Software, configuration: Configuration) -> tuple[RankMemory, ...]:
-    """The memory of a GPU; all GPUs need the same."""
+    """The memory of one GPU, as a tuple with one entry: all GPUs need the same."""
     sharding, runtime = configuration.sharding, software.sharding
     assert sharding is not None
     setting = software.activation_setting(configuration)
@@ -327,7 +328,7 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     of_layer = layer_parameters(shape, tensor)
     root, own, ends = total - layers * of_layer, total / sharding.shards, {"is_first": True, "is_last": True}
     element, gradient = software.element_bytes, software.gradient_bytes
-    copies = _FP32 if gradient < _FP32 else 0  # the optimizer steps with FP32 ones
+    copies = _FP32 if gradient < _FP32 else 0  # of gradients: the optimizer steps with FP32 copies
     matrices = matrix_parameters(shape, tensor, layers) if software.fp8 else 0
     state = software.training_state(configuration)
     kept = state.gathered(total, matrices) / sharding.shards if runtime.keeps_shards and element < _FP32 else 0.0

@@ -23,23 +23,23 @@ from megatron.planner.memory.memory import GIB, RankMemory
 from megatron.planner.memory.recompute import NOTHING, Recompute
 
 STAND_INS = {1: "zb-h1", 2: "zbv"}
-"""Number of stages of a rank -> the named schedule that has the stages and the costs of a program with so many."""
+"""Number of stages of a rank -> the named schedule with the stages and costs of a synthesized program of that many."""
 
 AS_SHORT = 1.001
-"""Where batches follow one another, how much longer one may take than the shortest where a program holds less."""
+"""The longest batch that a steady program may have, as a multiple of the shortest, if it holds less memory."""
 
 SecondsOfMoves = Callable[[Sequence[float]], Mapping[str, Sequence[float]]]
-"""Bytes of a microbatch at each stage -> the seconds of its moves, by the names of `Costs`."""
+"""Bytes of a microbatch at each stage -> the seconds of its moves, keyed by the fields of `Costs`."""
 
 
 def with_moves(demand: Demand, ways: Collection[str]) -> Demand:
-    """Return the demand of a named schedule with what a program made in its place needs to move activations."""
+    """Return `demand` with room to move activations: every rank evicts, and with the way `pair` every rank accepts."""
     every = (True,) * demand.num_ranks
     return replace(demand, evicts=every, accepts=every if "pair" in ways else demand.accepts)
 
 
 def ways_named(moves: str, rank_of_stage: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the ways that a choice of moves has for a placement; where stages lie in a V, no pairs."""
+    """Return the names of the ways that a choice of moves allows for a placement; no pairs if stages lie in a V."""
     in_a_v = len(rank_of_stage) > max(rank_of_stage) + 1
     return tuple(way.name for way in CHOICES[moves] if not (in_a_v and way is PAIR))
 
@@ -84,7 +84,7 @@ def fastest_made(
 
 
 def fastest_steady(problems: Sequence[Problem], *, weights: str, seconds: float) -> Steady:
-    """Return the `leanest` of the programs that are found for the problems, with a bound that holds for all of these.
+    """Return the `leanest` of the programs found for the problems, with the least of their lower bounds.
 
     Args:
         problems: costs and limits.
@@ -104,7 +104,7 @@ def leanest(found: Sequence[Steady]) -> Steady:
 
 
 def with_receives(demand: Demand, *, ahead: int = 1) -> Demand:
-    """Return the demand of a named schedule with the receives that any program made in its place may have posted.
+    """Return `demand` with the receives that any program made in place of the named schedule may have posted.
 
     If receives are posted `ahead` computations ahead, up to `ahead` + 1 are posted at once.
     """
@@ -112,7 +112,7 @@ def with_receives(demand: Demand, *, ahead: int = 1) -> Demand:
 
 
 def first_that_fits(found: Sequence[Synthesis], fits: Callable[[Program], bool]) -> Synthesis:
-    """Return the first program that fits, with its receives as far ahead as fits; if none does, the last one."""
+    """Return the first program that fits, its receives posted as far ahead as fits; if none fits, the last program."""
     for each in found:
         while not (is_fine := fits(each.program)) and each.receives_ahead > 1:
             ahead = each.receives_ahead - 1
@@ -142,16 +142,17 @@ def problem_of(
     Args:
         schedule: the named schedule. Its programs split backwards if its own do.
         num_microbatches: the number of microbatches of a batch.
-        costs: the costs of the named schedule's instructions. Those of updates are left out: the search makes no
-            difference between programs by them.
+        costs: the costs of the named schedule's instructions. The costs of updates are left out, since they are the
+        same
+            for all programs.
         shape: the model.
         setting: how activations are saved at stages that are not recomputed.
         layers: the number of layers of each stage.
         recomputed: the stages that are recomputed from their input.
         memory: the memory of each rank under the named schedule, for a demand `with_receives`.
-        limit: the most GiB that a rank may take; needs `memory`. None: as many microbatches on each rank as there are
-            ranks, which 1F1B holds on its first one.
-        moves: what activations that move take; None: they cannot.
+        limit: the most GiB that a rank may take; needs `memory`. None: each rank may hold as many microbatches as there
+            are ranks, as the first rank of 1F1B does.
+        moves: returns the seconds that moves of activations take; None: activations cannot move.
 
     Raises:
         ValueError: a rank takes more than the limit without activations, or with those of one microbatch.
@@ -164,7 +165,7 @@ def problem_of(
             inputs[stage] if stage in recomputed else each for stage, each in enumerate(saved)
         ]  # fmt: skip
         costs = replace(costs, **moves(moved))
-    # Of a recomputed stage any microbatches may be kept, which save no more.
+    # A recomputed stage may keep any microbatch: the larger of the two sizes covers kept and recomputed ones.
     saved = [
         max(each, inputs[stage] + again[stage]) if stage in recomputed else each for stage, each in enumerate(saved)
     ]
@@ -192,7 +193,8 @@ def problem_of(
 def _recomputed(
     shape: Architecture, setting: ActivationSetting, layers: Sequence[int]
 ) -> tuple[list[float], list[float]]:
-    """Return, by stage, the bytes of a microbatch's input, and those that its recompute makes."""
+    """Return two lists by stage: bytes of a microbatch's input, and bytes of the activations that its recompute
+    makes."""
     whole, nothing = (
         activations_of(shape, replace(setting, recompute=each)).by_stage(layers)
         for each in (Recompute(whole_stage=True), NOTHING)
@@ -201,7 +203,7 @@ def _recomputed(
 
 
 def _besides(memory: RankMemory, workspace: float, limit: float) -> float:
-    """Return the GiB that a rank takes besides activations. `workspace`: bytes of its largest one."""
+    """Return the GiB that a rank takes besides activations. `workspace`: bytes of the largest workspace of a stage."""
     parts = memory.parts
     computing = parts.while_computing - parts.activations - parts.deferred - parts.workspace + workspace
     stepping = parts.held - parts.activations - parts.deferred - parts.workspace - parts.transfers

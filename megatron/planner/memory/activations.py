@@ -273,13 +273,14 @@ class Activations:
 
     @property
     def _heads(self) -> float:
-        """Bytes of `head` for the next token and for each further one, whose layer ends with a norm of its own."""
+        """Bytes of `head` for the next token, and again for each layer of multi-token prediction, which has a final
+        norm of its own."""
         return (1 + self.shape.num_further) * self.head
 
     @property
     def _joined(self) -> float:
-        """Bytes that a layer of multi-token prediction saves before its transformer layer: what both norms read, the
-        two vectors that it joins, and the mask of its embedding."""
+        """Bytes that a layer of multi-token prediction saves before its transformer layer: the inputs of both norms,
+        the two vectors that it joins, and the mask of its embedding."""
         h, setting = self.shape.hidden_size, self.setting
         width = 2 * (setting.residual_bytes + setting.input_bytes) * h
         return self.tokens * width / self._shared + self._embedding_mask
@@ -405,11 +406,13 @@ class Activations:
         return self.tokens * (shared / self._shared + whole + split / setting.tensor)
 
     def _latents(self, *, recomputed: bool) -> tuple[float, float]:
-        """Bytes per token that latents keep, on all tensor ranks together and whole on each.
+        """Bytes per token that latents keep: those that sequence parallelism divides, and those that each rank has
+        whole.
 
-        The projections up keep their inputs. With norms the norms keep theirs, too. Latents are gathered over tensor
-        ranks; of those of queries a rank keeps the whole tensor, of which its part is a view. The rotation of queries
-        and that of keys keep a cosine and a sine for each position; `recomputed`, the whole keys instead.
+        The up projections keep their inputs, and norms keep theirs. Latents are gathered over tensor ranks. A rank
+        keeps the whole latents of queries; its own part is a view of them. The rotations of queries and of keys each
+        keep a cosine and a sine for each position. If up projections are recomputed (`recomputed`), the whole latents
+        of keys are kept instead.
         """
         latents, shape, is_view = self.shape.latents, self.shape, self._shared == 1
         keys = latents.key_rank + is_view * latents.rotated  # split along the sequence they are copied
@@ -448,8 +451,8 @@ class Activations:
 
     @property
     def _exchanged(self) -> int:
-        """Elements per token of what unfused attention keeps of latents' queries, keys and values that ranks have
-        exchanged, where those before the exchange are recomputed."""
+        """Elements per token of the exchanged queries, keys and values that unfused attention keeps if the up
+        projections of latents are recomputed; 0 without context parallelism, whose ranks exchange them."""
         keys = self.shape.key_width + self.shape.value_width
         if self.setting.context == 1:
             return 0

@@ -103,13 +103,13 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The decoder of a T5: its last layers, which also attend to what the encoder, its other layers, put out.
+    """The decoder of a T5: the model's last layers, which also attend to the output of the encoder's layers.
 
     Attributes:
-        first: layers before it, those of the encoder.
-        sequence_length: tokens that it reads, beside those of the encoder.
-        distances: rows of a table with a bias of each head for each class of distances, which encoder and decoder have
-            each on the first stage; 0: they have none.
+        first: number of layers of the encoder, which come first.
+        sequence_length: tokens of a sequence of the decoder, beside those of the encoder.
+        distances: number of buckets of relative positions. The encoder and the decoder each have a table with a bias
+            for each bucket and head, on the first stage; 0: there are no tables.
         output_bias: the logits have a bias.
     """
 
@@ -119,11 +119,11 @@ class Decoder:
     output_bias: bool = False
 
     def distance_rows(self, num_heads: int, hidden_size: int) -> int:
-        """How many vectors of the hidden size hold both tables, which stages send on."""
+        """The number of vectors of the hidden size that hold both tables; stages send these vectors on."""
         return -(-2 * self.distances * num_heads // hidden_size)
 
     def of_stages(self, layers: Sequence[float]) -> tuple[float, ...]:
-        """How many of the layers of each stage are the decoder's."""
+        """The number of decoder layers of each stage. `layers`: the number of layers of each stage."""
         ends = accumulate(layers)
         return tuple(min(count, max(0, end - self.first)) for count, end in zip(layers, ends, strict=True))
 
@@ -134,11 +134,13 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherLayers:
-    """Layers of multi-token prediction: each is a transformer layer as the last one, behind a matrix that joins the
-    layer before with the embedding of a later token, and has a loss of its own.
+    """Layers of multi-token prediction.
+
+    Each one joins the output of the layer before with the embedding of a later token by a matrix, applies a transformer
+    layer like the model's last layer, and has a loss of its own.
 
     Attributes:
-        count: their number.
+        count: number of these layers.
         stage: the stage that has them, counted from the end: -1 is the last. It has a copy of the embedding.
     """
 
@@ -159,8 +161,9 @@ class Latents:
     Attributes:
         query_rank: width of the latent of queries; 0: queries are a projection of the residual stream.
         key_rank: width of the latent of keys and values.
-        head: channels of a head's queries and keys that are not rotated.
-        rotated: further channels of a head's queries and keys; the keys of all heads share theirs.
+        head: channels of a head's queries and keys without rotary embedding.
+        rotated: channels of a head's queries and keys with rotary embedding; all heads share these channels of the
+            keys.
         value: channels of a head's values.
     """
 
@@ -182,10 +185,10 @@ class Latents:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Layers in which a token attends to itself and the `before` tokens before it alone.
+    """Sliding windows: in some layers a token attends only to itself and the `before` tokens before it.
 
     Attributes:
-        before: see above.
+        before: number of earlier tokens in a window.
         share: the fraction of the layers that have a window.
     """
 
@@ -193,7 +196,7 @@ class Windows:
     share: float = 1.0
 
     def attended(self, length: int) -> float:
-        """The mean fraction of a causal mask's scores over the layers, in sequences of `length` tokens."""
+        """The fraction of a causal mask's scores that windows leave for `length` tokens, as a mean over the layers."""
         width = min(self.before + 1, length)
         inside = (width * length - width * (width - 1) / 2) / (length * (length + 1) / 2)
         return 1 - self.share * (1 - inside)
@@ -211,7 +214,7 @@ class Architecture:
         num_token_types: rows of BERT's token type embedding; 0: no such embedding.
         tied_embeddings: the output layer is the embedding; with several stages the last one holds a copy.
         gated: the MLP's first matrix is twice as wide (SwiGLU and the like).
-        relu: the MLP's activation is ReLU, which keeps its result alone.
+        relu: the MLP's activation is ReLU, which saves only its result.
         linear_biases, qkv_bias: biases of all linear layers, or of the query, key and value projection only.
         norm_vectors: learned vectors of a normalization: 2 for LayerNorm, 1 for RMSNorm.
         qk_norm: queries and keys are normalized.
@@ -222,10 +225,10 @@ class Architecture:
         masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
         hidden_dropout, attention_dropout: whether dropout keeps masks of the residual stream and of the scores.
         experts: the experts of layers that have experts in place of an MLP; None: no layer has experts.
-        decoder: of a T5, whose `sequence_length` is that of its encoder; None: the model is one stack.
-        latents: of which queries, keys and values are made; None: they are projections of the residual stream.
+        decoder: the decoder of a T5, where `sequence_length` is that of the encoder; None: the model is one stack.
+        latents: latent attention; None: queries, keys and values are projections of the residual stream.
         sinks: each head has a learned sink.
-        windows: of layers in which tokens attend to few tokens; None: no layer has any.
+        windows: sliding windows of some layers; None: no layer has any.
         further: the layers of multi-token prediction; None: there are none.
     """
 
@@ -267,7 +270,7 @@ class Architecture:
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether the first and another stage, where these are two, have copies of one embedding."""
+        """Whether, with several stages, the first stage and another one have copies of the same embedding."""
         return self.tied_embeddings or self.further is not None
 
     @property
@@ -351,8 +354,8 @@ class Architecture:
     def score_products(self) -> float:
         """Multiplications of a token with the keys and the values of a sequence, on average over the layers.
 
-        All scores count, as in the papers, not only the half that a causal mask leaves; of a window twice what it
-        leaves.
+        All scores count, as in the papers, not only the half that a causal mask leaves. A window counts as twice the
+        scores that it leaves.
         """
         attended = self.windows.attended(self.sequence_length) if self.windows else 1.0
         return (self.query_width + self.result_width) * self.sequence_length * attended
@@ -417,8 +420,10 @@ class Architecture:
 
     @property
     def _products_of_layer(self) -> float:
-        """Multiplications of a token in the matrix products of a layer's forward, on average over the layers; of a T5
-        per token of the encoder."""
+        """Multiplications of a token in the matrix products of a layer's forward, as a mean over the layers.
+
+        For a T5: multiplications per token of the encoder.
+        """
         if self.decoder is not None:
             return self._products_of_t5 / self.num_layers / self.sequence_length
         matrices = self.layer_matrices
@@ -429,8 +434,10 @@ class Architecture:
 
     @property
     def _products_of_t5(self) -> float:
-        """Multiplications of a sample in the matrix products of a forward of all layers. Keys and values of a
-        cross-attention are made of the encoder's tokens, its other half of the projections of the decoder's."""
+        """Multiplications of a sample in the matrix products of a forward of all layers.
+
+        Cross-attention makes keys and values from the encoder's tokens, queries and its output from the decoder's.
+        """
         q, s, r = self.query_width, self.sequence_length, self.decoder.sequence_length
         encoder = s * (self.layer_matrices + 2 * q * s)
         of_keys = 2 * self.hidden_size * self.key_width

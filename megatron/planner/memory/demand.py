@@ -19,12 +19,12 @@ class Moment(NamedTuple):
     """The numbers of microbatches that a rank holds at one time, for each of its stages in ascending order.
 
     Attributes:
-        saved: between F and the end of B or I.
-        deferred: between I and the end of W.
-        recomputed: of these that are saved, recomputed ones behind their R; of a stage that recomputes nothing, whether
-            any is saved. Empty: the rank recomputes nothing.
-        kept: of these that are saved, those that a stage which recomputes others keeps. Empty: there are none.
-        accepted: those of the pair stage. Empty: there are none.
+        saved: microbatches between F and the end of B or I.
+        deferred: microbatches between I and the end of W.
+        recomputed: saved microbatches whose R has run; for a stage that recomputes nothing, 1 if it saves any
+            microbatch, else 0. Empty: the rank recomputes nothing.
+        kept: saved microbatches that are not recomputed, of a stage that recomputes others. Empty: there are none.
+        accepted: microbatches accepted from the pair of the stage. Empty: there are none.
     """
 
     saved: tuple[int, ...]
@@ -49,7 +49,7 @@ class Demand:
         held_gradients: by rank, copies of gradients between HOLD and PREDICT.
         held_embeddings: by rank, copies of gradients of tied embeddings alone between HOLD and PREDICT.
         predicts: by rank, whether live versions are predictions, beside the true weights.
-        repeats_update: predictions take the last update again, for which a step copies what it steps.
+        repeats_update: predictions repeat the last update, for which a step copies the parameters that it steps.
         receives_ahead: by rank, receives that are posted and not yet used.
         evicts, accepts: by rank, whether activations move away from the rank, or to it.
         on_host: by rank, microbatches of all its stages whose saved activations are on the host; empty: none.
@@ -115,7 +115,8 @@ def most(demands: Iterable[Demand]) -> Demand:
 def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], ...]:
     """The largest moments of two demands; empty if neither has any.
 
-    The moment of a demand without moments is all microbatches that its stages save, at once, one of each recomputed.
+    A demand without moments counts as one moment: the stages hold all their saved microbatches at once, and one of each
+    stage is recomputed.
     """
     if not (first.moments or other.moments):
         return ()
@@ -141,7 +142,8 @@ def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """The moments that no other moment dominates in all numbers, in order."""
     found: dict[Moment, tuple[int, ...]] = {}
     numbers = {moment: tuple(chain.from_iterable(moment)) for moment in moments}
-    for moment in sorted(numbers, key=lambda each: sum(numbers[each]), reverse=True):  # a dominating one has more
+    # A moment that dominates another has the larger sum.
+    for moment in sorted(numbers, key=lambda each: sum(numbers[each]), reverse=True):
         if not any(all(map(ge, other, numbers[moment])) for other in found.values()):
             found[moment] = numbers[moment]
     return tuple(sorted(found))
@@ -156,12 +158,13 @@ def moments_of(
 ) -> tuple[Moment, ...]:
     """The `Demand.moments` of the row of a rank with the given stages.
 
-    Activations that a computation frees count until its end. Activations that it leaves count from its end on. Between
-    what the row has waited for and what it has posted, each number of complete moves is a moment.
+    Activations that a computation frees count until the computation ends. Activations that it leaves count from then
+    on. Moves that are posted and not yet waited for may be complete or not: each possible number of complete moves is a
+    moment.
 
     Args:
         keeps: whether a microbatch of a stage is not recomputed.
-        complete: position -> how many of the row's first moves are complete there; None: it has none.
+        complete: position -> how many of the row's first moves are complete there; None: the row has no moves.
     """
     row, place = tuple(row), {stage: place for place, stage in enumerate(stages)}
     again = {each.stage: set() for each in row if each.kind is Kind.RECOMPUTE}

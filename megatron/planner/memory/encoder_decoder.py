@@ -69,9 +69,9 @@ class T5Activations(Activations):
         if is_first:
             total += self._encoder._embedding_mask + self._decoder._embedding_mask
         if decoder or is_last:
-            total += self._encoder.boundary  # its output
+            total += self._encoder.boundary  # the encoder's output
         elif not is_first:
-            total += self._decoder.boundary  # which is passed on
+            total += self._decoder.boundary  # the decoder's embedded tokens, which are passed on
         if is_last:
             total += self._decoder.head
         return total

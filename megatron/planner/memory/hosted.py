@@ -92,7 +92,7 @@ def host_parts(
 ) -> HostParts:
     """Bytes of host memory of a rank.
 
-    `parameters`: the number of parameters of each stage of the rank. `matrices`: how many of all of them belong to
+    `parameters`: the number of parameters of each stage of the rank. `matrices`: how many of these parameters belong to
     matrices of layers.
     """
     num_parameters = sum(parameters)

@@ -312,8 +312,8 @@ def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int])
 
 
 def _outputs(shape: Architecture, stages: Sequence[int], further: Sequence[int]) -> int:
-    """How many outputs of layers a stage hands to the next one, at most of the given stages: behind layers of
-    multi-token prediction, theirs, too."""
+    """The most outputs in a transfer of the given stages: 1, and behind layers of multi-token prediction one more for
+    each of these layers."""
     if shape.further is None:
         return 1
     last = len(further) - 1

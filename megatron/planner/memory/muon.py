@@ -14,13 +14,13 @@ _PRODUCTS = 3  # of an iteration
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSetting:
-    """How a run orthogonalises.
+    """The settings of Muon's orthogonalisation.
 
     Attributes:
         num_steps: number of iterations.
         splits_qkv: queries, keys and values are matrices of their own.
-        gathers: tensor ranks gather the matrices that they share; else each orthogonalises its part.
-        element_bytes: of an element in the iteration, 2 or 4.
+        gathers: tensor ranks gather the matrices that are split over them; else each rank orthogonalises its part.
+        element_bytes: bytes of an element in the iteration, 2 or 4.
     """
 
     num_steps: int = 5
@@ -80,8 +80,8 @@ class MuonSetting:
     def bytes_of_step(self, shape: Architecture, tensor: int, degrees: ExpertDegrees | None = None) -> float:
         """The most bytes that a step holds beside parameters, gradients and moments.
 
-        Queries, keys and values are taken out of their matrix, whose directions stand in FP32 beside one another and
-        then joined, while the last of them is stepped.
+        Queries, keys and values that are matrices of their own need more: while the last of the three is stepped, the
+        FP32 directions of all three are held twice, apart and joined.
         """
         kinds = {False, shape.experts is not None}
         held = max(self.layer(shape, tensor, degrees, experts=each).held for each in kinds)
@@ -98,7 +98,7 @@ class MuonWork:
 
     Attributes:
         operations: floating-point operations of products.
-        longest: operations on the matrix that takes most.
+        longest: operations on the matrix that needs most.
         calls: number of products.
         gathered: bytes of the whole matrices that tensor ranks gather.
         held: the most bytes that a step of one matrix holds.

@@ -32,8 +32,11 @@ def fullest_part(
 def _fullest_part(
     state: TrainingState, shape: Architecture, tensor: int, stages: tuple[tuple[int, bool, bool, int], ...]
 ) -> float:
-    """`stages`: the number of layers of each stage, whether it is the first, whether it is the last, and the number of
-    its layers of multi-token prediction."""
+    """`fullest_part` for a model without experts.
+
+    `stages`: for each stage the number of layers, whether it is the first, whether it is the last, and the number of
+    its layers of multi-token prediction.
+    """
     sizes: list[float] = []
     pinned = []
     for num_layers, is_first, is_last, further in stages:

@@ -89,7 +89,7 @@ def routing_layer_parameters(shape: Architecture, tensor: int) -> int:
 
 
 def cross_attention_parameters(shape: Architecture, tensor: int) -> int:
-    """Parameters by which a layer of a decoder exceeds one without cross-attention, on one of `tensor` ranks."""
+    """Parameters of the cross-attention of a decoder layer and of its norm, on one of `tensor` ranks."""
     split, whole = shape.projections, shape.norm_vectors * shape.hidden_size
     if shape.linear_biases:
         split += shape.query_width + 2 * shape.key_width
@@ -124,7 +124,7 @@ def stage_matrices(
 
 
 def _all_with_experts(shape: Architecture, layers: Sequence[int]) -> tuple[int, ...]:
-    """The number of layers with experts of each stage, those of multi-token prediction included."""
+    """The number of layers with experts of each stage, layers of multi-token prediction included."""
     further = shape.further_of_stages(len(layers))
     return tuple(
         some + more * shape.further_have_experts
@@ -208,8 +208,8 @@ def stage_parameters(
 
 
 def _beyond_one_stack(shape: Architecture, tensor: int, layers: Sequence[int]) -> list[int]:
-    """Parameters of each stage of a T5 that a model of one stack has not: cross-attentions, the encoder's norm and
-    tables of distances."""
+    """Parameters that the stages of a T5 have beyond those of one stack: cross-attentions, the encoder's final norm,
+    and the tables of relative positions."""
     if shape.decoder is None:
         return [0] * len(layers)
     of_layer = cross_attention_parameters(shape, tensor)
@@ -229,7 +229,8 @@ def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees:
 
 _FP32 = 4
 LAST_UPDATE_BYTES = 6 * 4
-"""Bytes that error feedback reads and writes for an FP32 master: a copy before the step, and 2 new - old from it."""
+"""Bytes that error feedback reads and writes for an FP32 master: to copy it before the step, and to compute 2 new - old
+from the copy."""
 PREDICTION_CHUNK = 64 * 2**20
 """Bytes of masters that a prediction steps at a time; the last parameter may exceed the limit (provisional_step.py)."""
 
@@ -242,16 +243,16 @@ class TrainingState:
         weight_bytes, gradient_bytes: bytes of an element of a weight, and of a gradient.
         num_moments: Adam 2, SGD with momentum 1, else 0.
         moment_bytes: bytes of an element of a moment, on average.
-        owned_part: where replicas own whole parameters, the part of the optimizer's bytes on the fullest replica; None:
-            an even part.
-        muon: how matrices are orthogonalised, of which there is one moment; None: the optimizer is not Muon.
+        owned_part: if replicas own whole parameters, the fraction of the optimizer's bytes on the fullest replica;
+            None: an even part.
+        muon: how Muon orthogonalises matrices, which have one moment; None: the optimizer is not Muon.
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else each step makes and frees them.
         data: number of ranks with the same parameters, context parallel ranks included.
         expert_data: number of ranks with the same experts.
-        sums_beside_gradients: gradients are FP32 sums; the gradients of each backward, in the type of weights, are kept
-            besides.
+        sums_beside_gradients: the gradient buffers are FP32 sums; the gradients of each backward, in the type of the
+            weights, are kept beside them.
         keeps_state: optimistic steps keep a copy of weights, masters and moments.
-        multiplies_elsewhere: an optimistic step multiplies gradients in new memory, by the inverse of a loss scale.
+        multiplies_elsewhere: an optimistic step unscales gradients (by the inverse loss scale) in new memory.
         fp8_weights: linear layers have weights in FP8 only, and gather them in FP8 (`--fp8-param-gather`).
     """
 
@@ -292,7 +293,8 @@ class TrainingState:
         return float(num_elements * (FP8_COPY_BYTES - self.fp8_weights * self.weight_bytes))
 
     def gathered(self, num_parameters: int, num_elements: int) -> float:
-        """Bytes of the weights that replicas gather; `num_elements` of the parameters are weights of linear layers."""
+        """Bytes of the weights that replicas gather. `num_elements`: how many parameters are weights of linear
+        layers."""
         return float(num_parameters * self.weight_bytes - self.fp8_weights * num_elements * (self.weight_bytes - 1))
 
     def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
@@ -316,7 +318,7 @@ class TrainingState:
             matrices: number of the parameters that belong to matrices of layers.
             stepped: number of parameters that step at once; None: all.
             experts: number of the parameters that belong to experts; 0 if `stepped` is given.
-            part: the fraction of the parameters that the rank steps; None: that of `stepped`.
+            part: the fraction of the parameters that the rank steps; None: as the method `stepped` computes it.
         """
         keeps_masters = self.weight_bytes < _FP32 or (self._shards and num_versions > 1)
         copied = num_parameters if stepped is None else stepped
@@ -362,8 +364,10 @@ class TrainingState:
         return masters * (2 + self.num_moments)
 
     def last_update(self, num_parameters: int, *, experts: int = 0) -> float:
-        """Bytes of the FP32 copies of the parameters that a step updates. Error feedback takes the last update again
-        from them."""
+        """Bytes of the FP32 copies that a step makes of the parameters before it updates them.
+
+        Error feedback computes the last update from the copies.
+        """
         return _FP32 * self.stepped(num_parameters, experts)
 
     def stepped(self, num_parameters: int, experts: int = 0) -> float:

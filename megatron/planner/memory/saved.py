@@ -18,12 +18,12 @@ class StageSizes:
     """Bytes of a microbatch at each stage.
 
     Attributes:
-        saved: from its forward to the end of its B or I; of one that is recomputed, the input.
-        deferred: from then to the end of its W.
-        workspace: beside these in a B or I.
-        again: the part of the workspace that each recomputed microbatch has from its R on.
-        kept: what one that is not recomputed saves beyond `saved`.
-        workspace_of_kept: `workspace` of one that is not recomputed.
+        saved: from the forward to the end of the B or I; if the microbatch is recomputed, its input.
+        deferred: from then to the end of the W.
+        workspace: in a B or I, beside `saved` and `deferred`.
+        again: the part of `workspace` that a recomputed microbatch takes from its R on.
+        kept: bytes beyond `saved` of a microbatch that is not recomputed.
+        workspace_of_kept: `workspace` of a microbatch that is not recomputed.
     """
 
     saved: Sequence[float]
@@ -35,7 +35,7 @@ class StageSizes:
 
     @property
     def moved(self) -> list[float]:
-        """The most that moves with a microbatch."""
+        """The most bytes that move with a microbatch of each stage."""
         return [saved + kept for saved, kept in zip(self.saved, self.kept, strict=True)]
 
 
@@ -64,7 +64,7 @@ class SavedOnRank(NamedTuple):
 
     Attributes:
         activations, deferred: what waits for an I or B, and for a W, at the moment when their sum is largest.
-        workspace: of a backward. If the demand has moments, the increase of the peak by it.
+        workspace: bytes of a backward's workspace. If the demand has moments, the increase of the peak by it.
     """
 
     activations: float
@@ -103,8 +103,8 @@ def _within_limits(rank: int, saved: Sequence[float], demand: Demand) -> float:
 def _at_moments(rank: int, sizes: StageSizes, demand: Demand) -> SavedOnRank:
     """What is held at the moments of a demand.
 
-    At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing. So it
-    is with activations that are recomputed, which count from R on.
+    At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing.
+    Recomputed activations count from R on.
     """
     stages, pairs = demand.stages_of(rank), Pairs(demand.rank_of_stage, demand.num_frozen)
     saved, deferred, again, kept = (

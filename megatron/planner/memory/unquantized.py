@@ -1,7 +1,7 @@
 """Layers at both ends of a model that stay in 16 bits where the others multiply in FP8 (`--first-last-layers-bf16`).
 
-The layers of all stages are cut into pieces where those in FP8 begin and end. What a stage takes is what it would take
-in FP8, and for each piece in 16 bits the difference.
+The layers of all stages are cut into pieces where those in FP8 begin and end. The bytes of a stage are those of a stage
+in FP8, plus for each piece in 16 bits the difference between 16 bits and FP8.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from megatron.planner.memory.parameters import stage_matrices
 
 @dataclass(frozen=True)
 class _Piece:
-    """Layers of a stage in 16 bits, one behind the other: the stage, how many of its layers come before, their number,
-    and how many have experts."""
+    """Consecutive layers of a stage in 16 bits: the stage, the number of its layers before them, their number, and how
+    many have experts."""
 
     stage: int
     before: float
@@ -52,7 +52,8 @@ class UnquantizedEnds(Activations):
     def by_stage(self, layers: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
         saved, workspace, deferred = super().by_stage(layers)
         half, recompute = Activations(self.shape, replace(self.setting, fp8=False)), self.setting.recompute
-        again = recompute.num_layers if recompute.method == "block" else 0  # so many of a stage keep their inputs only
+        # The first `again` layers of a stage keep only their inputs.
+        again = recompute.num_layers if recompute.method == "block" else 0
         keeps = recompute.method != "uniform" and not recompute.whole_stage
         at_once: dict[int, list[float]] = {}
         for piece in _pieces(self.shape, self.setting.unquantized, layers):
