@@ -1,17 +1,18 @@
 """The runtime: executes pipeline programs on real ranks.
 
 `engine.PipelineEngine` drives batches. `executor.Executor` executes the rows of a program, and `steps.Steps` their
-reductions, steps and predictions. The rooms:
+reductions, steps and predictions. The folders:
 
 - contract: the interfaces of stages and updates, their tensors, traces of a run, and how ranks meet at a store; all
-  other rooms use them;
-- transport: tensors between ranks, and the lanes on which work runs beside the computation;
-- activations: what a stage saves between forward and backward: counted, moved to the pair stage and back;
+  other folders use them;
+- transport: tensors between ranks, and the threads on which reductions and moves run beside the computation;
+- activations: the tensors that a stage saves between forward and backward: their sizes, and their moves to another rank
+  or the host and back;
 - update: from the gradients of a batch to the next weights: weight versions, predictions and steps;
 - relay: weights that live on the host (L2L);
 - stages: the kinds of stages with their weight updates: any ``nn.Module``, chunks of megatron.core, stages that sleep;
 - failure: a rank that fails names itself, its instruction and its stage, and every rank of the job ends in seconds; or
-  the survivors agree on who goes on.
+  the survivors agree on the ranks that continue.
 
 **Failures.** Problem: the ranks of a job wait for each other. A rank that raises or dies leaves the others in a
 transfer or a collective until a timeout of many minutes. They then print the consequence, not the cause. And a mistake
@@ -26,7 +27,7 @@ Solution: ranks agree on every failure, with the means available at that point o
 - At any other point (`failure_guard`, over `failure_board`): the first rank that fails writes its story to the store. A
   thread on every rank reads the story, prints it and ends the process.
 - If the job accepts losses (`membership`): processes notice through the store that one of them is lost, and agree there
-  on the ranks that go on.
+  on the ranks that continue.
 - If all ranks raise an error (`agreement.guarded`), the user has to fix it, and it is printed once.
 
 `errors` has the error classes and ends one process with a sentence. It does not import torch, since mistakes in a

@@ -1,4 +1,4 @@
-"""Stages that are copies of a stage of the model: the ranks over which their reductions go.
+"""The ranks over which reductions go where stages are copies of a stage of the model.
 
 In a program of all replicas each microbatch goes through one copy of each stage of the model. Stages do not know that
 they are copies: they name each other by the stages of the model, and `exchange` finds the copy that has a microbatch.
@@ -19,11 +19,11 @@ class CopyRanks:
     """The global ranks over which the reductions of a rank go in a program with copies.
 
     Attributes:
-        copies: the ranks with copies of this rank's stages, ascending in the pipeline, with this rank, and the ranks
-            with which each of them shares sequences. REDUCE_GRAD sums their gradients. The first of them counts for all
-            where something must be counted once.
-        tied: the ranks with copies of the stages that share an embedding, in the order of the pipeline, and the ranks
-            with which each of them shares sequences; empty if this rank is none of them, or has both stages.
+        copies: the ranks with copies of this rank's stages, this rank included, ascending in the pipeline, and the
+            ranks with which each of them shares sequences. REDUCE_GRAD sums their gradients. Quantities that must be
+            counted once are counted by the first of these ranks.
+        tied: the ranks with copies of the two stages that share an embedding, in the order of the pipeline, and the
+            ranks with which each of them shares sequences; empty if this rank has neither stage, or both.
         job: all ranks of the job that are left, for the norm, the losses and the stop requests.
         sharing: how many ranks share each sequence (context parallelism).
     """
@@ -50,8 +50,8 @@ class CopyRanks:
             rank: the global rank.
             ranks: global ranks of the pipeline in pipeline order.
             job: all ranks of the job that are left, where tensor ranks have pipelines of their own; None: `ranks`.
-            context: the ranks that share the sequences of this one, ascending, with this rank; empty: it shares none.
-                The same ranks after each of the pipeline's ranks share that one's.
+            context: the ranks that share the sequences of this rank, ascending, with this rank; empty: it shares none.
+                At every rank of the pipeline, the ranks at the same distances share its sequences.
 
         Raises:
             ValueError: the stages of a rank have copies on different ranks.

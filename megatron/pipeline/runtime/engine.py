@@ -50,7 +50,7 @@ class PipelineEngine:
     Args:
         schedule: the schedule of the pipeline's programs.
         stage: the rank's stage, or a list of its stages in ascending order. Where stages of the schedule are copies,
-            each is the stage of the model of which the schedule has a copy here.
+            the list has the stage of the model for each of the rank's copies.
         update: the weight update of these stages.
         ranks: global ranks of this pipeline in pipeline order (default: all ranks).
         timeout: how long a rank waits for a transfer or a reduction.
@@ -68,7 +68,7 @@ class PipelineEngine:
 
     Attributes:
         saved: counter of the saved microbatches, by stage and on the rank, with their peaks over the run.
-        stash: what of microbatches waits on the host; None where all stays on the device.
+        stash: the inputs or activations of microbatches on the host; None where all of them stay on the device.
         notes: sentences for the log, the same on all ranks. The caller removes them.
 
     For a checkpoint, read `next_batch` and `next_microbatch` while the pipeline is drained. Set `stop_requests` (bits)
@@ -326,14 +326,14 @@ class PipelineEngine:
         self._channels.close()
 
     def _go_back(self, batch: int, num_microbatches: int | None) -> None:
-        """Run what stands in place of the rest of a row whose VALIDATE has refused the step before `batch`.
+        """Run the instructions that replace the rest of a row whose VALIDATE has refused the step before `batch`.
 
-        All ranks refuse the same steps. So all of them go on without optimistic steps from the same batch on, where
-        too many were refused.
+        All ranks refuse the same steps. So if too many are refused, all ranks turn optimistic steps off at the same
+        batch.
 
         Args:
-            batch: the batch that begins again, or would be the next.
-            num_microbatches: its size; None: the run drains before it.
+            batch: the batch that begins again. If the run drains, the batch that would come next.
+            num_microbatches: the size of this batch; None: the run drains before it.
         """
         row = self._stream.refused()[self._rank]
         place = next(place for place, each in enumerate(row) if each.kind is Kind.ROLLBACK)

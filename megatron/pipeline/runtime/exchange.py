@@ -8,9 +8,9 @@ owner, the stage that steps it. The other stages get its value over an edge and 
 whole matrix twice with every microbatch (131 MB for T5-3B) would be waste, since its value changes only when the owner
 steps. So the value goes with the first microbatch whose forward at the owner uses it, and the other stages keep it.
 Each user adds up the gradients of a batch and sends the sum back with the last microbatch. The weight policy, the
-owner's depth and the sizes of the batches determine which microbatches these are, as they determine the versions
-(`weights`). So both ends know it without a message. Forwards and backwards of a stage are in the order of their
-microbatches.
+owner's depth and the sizes of the batches determine which microbatches carry the value, as they determine the weight
+versions (`WeightPolicy`). So both ends know these microbatches without a message. Forwards and backwards of a stage are
+in the order of their microbatches.
 
 The owner sends the value that its own forward uses. A prediction or a provisional step changes this value within one
 version. With provisional steps it is sent up to min(m, k + 1) times for a batch of m microbatches and an owner of
@@ -71,7 +71,11 @@ class SharedParameters:
         return microbatch.position == microbatch.num_microbatches - 1
 
     def _weights_of(self, stage: int, index: int) -> tuple[int, int]:
-        """Return (version, how far ahead of it) for a microbatch's forward at a stage; see `weights`."""
+        """Return (version, how far ahead of it) for a microbatch's forward at a stage.
+
+        "How far" counts steps for a prediction, and microbatches whose gradients no step has used for a provisional
+        step.
+        """
         batch = self._batch_of(index)
         behind = max(index - self._graph.depth(stage), self._batches[0][1].start)
         version = self._weights.version_of(batch, newest=self._batch_of(behind))
@@ -91,7 +95,7 @@ class Exchange:
     Args:
         stages: the stages of the rank, by their numbers in the program.
         graph: the edges between the stages of the program.
-        copies: the copy of a stage of the model that each stage of the program is; empty: there are no copies.
+        copies: for each stage of the program, the copy of a model's stage that it is; empty: there are no copies.
         about: returns the microbatch with a given index.
         waited: called after each wait for a transfer.
         on_boundary: called with each tensor that stages exchange or that arrives from another rank, and with None where
@@ -118,7 +122,7 @@ class Exchange:
         on_boundary: Callable[[Tensor | None], None],
     ) -> None:
         frozen = list(filter(graph.is_forward_only, stages))
-        # A rank with a trained stage is held back by that stage.
+        # A trained stage on the same rank holds the rank back already.
         self.most_unread = {each: graph.most_unread(each) if len(frozen) == len(stages) else None for each in frozen}
         self._stages, self._channels = stages, channels
         self._about, self._waited, self._on_boundary = about, waited, on_boundary
@@ -132,7 +136,7 @@ class Exchange:
         self._shared = SharedParameters(graph, weights)
         self._values: dict[tuple[int, int, int], Tensor] = {}  # (from, to, place on the edge) -> shared parameter
         # (from, to, microbatch) -> a result that waits for its SEND, or for a stage of this rank.
-        # What a stage of a graph sends has its form beside it: by its SEND the microbatch may be forgotten.
+        # A graph stage's result is kept with its `TravellingTensors`: at its SEND the microbatch may be forgotten.
         self._handed: dict[tuple[int, int, int], Any] = {}
 
     def _require_unshared(self) -> None:
@@ -155,7 +159,7 @@ class Exchange:
         self._shared.settle()
 
     def drop(self, during: Instruction) -> None:
-        """Drop all results that wait to be sent or taken, and all that arrives by posted receives."""
+        """Drop all results that wait to be sent or taken, and the tensors of all posted receives."""
         self._channels.take_posted(during)
         self._waited()
         self._handed.clear()
@@ -231,9 +235,10 @@ class Exchange:
         return give
 
     def _pairs(self, index: int, peers: Sequence[int]) -> tuple[list[_Pair], Callable[[int], Iterable[_Pair]]]:
-        """Return (stage of the model, stage of the program) of those with which a stage exchanges tensors.
+        """Return the stages with which a stage exchanges tensors, as pairs (stage of the model, stage of the program).
 
-        First those of every microbatch, none where stages are copies; then the function from a microbatch to its own.
+        The first result has the pairs that are the same for every microbatch, and is empty where stages are copies. The
+        second result is a function from a microbatch to its pairs.
         """
         if not self._copies:
             fixed = [(peer, peer) for peer in peers]
@@ -303,8 +308,8 @@ class Exchange:
     def _travelling(self, source: int, target: int, microbatch: int | None = None) -> TravellingTensors:
         """Return the tensors that stage `source` sends to stage `target`; one of the two is on this rank.
 
-        Both are stages of the program. `microbatch`: the one whose shapes they have; None: where only their number and
-        owners matter.
+        Both are stages of the program. `microbatch`: the tensors have its shapes; None: if only their number and owners
+        matter.
         """
         own, other = (source, target) if source in self._stages else (target, source)
         stage = self._stages[own]

@@ -5,7 +5,8 @@ receives are posted, and the instruction that needs a tensor waits for it. A kin
 before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions: saved
 microbatches, posted receives, outputs for other stages (in its `Exchange`), and batches in flight (in its `Steps`).
 
-A row ends at a VALIDATE that refuses the step; the caller has the words in place of the rest. ROLLBACK is one of them.
+A row ends at a VALIDATE that refuses the step. The caller has the instructions that replace the rest of the row,
+ROLLBACK among them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Executor:
         update: their weight update; a `StagewiseUpdate` where `weights` refreshes.
         channels: the rank's links to other ranks.
         chain: runs the reductions for which a STEP waits.
-        late_chain: runs the reductions that stand behind their STEP.
+        late_chain: runs the reductions that come after their STEP in the row.
         saved: counter of the saved microbatches.
         graph: the edges between all stages of the pipeline.
         copies: see `Exchange`.
@@ -68,7 +69,7 @@ class Executor:
         transfers: moves saved microbatches between paired ranks and updates `saved`; None: the rows have no moves.
         lanes: carry weights, gradients and stashed inputs between device and host, where `update` is a `RelayUpdate`;
             None: the rows have no such instructions.
-        stash: what of microbatches waits on the host, inputs or activations; None: the rows have no such instructions.
+        stash: the inputs or activations of microbatches on the host; None: the rows have no instructions for them.
         tracer: records the instructions of training rows.
         stop_requests: returns the bits to send with the next norm reduction.
         on_boundary: see `Exchange`.
@@ -147,8 +148,8 @@ class Executor:
     def run(self, row: Sequence[Instruction]) -> bool:
         """Execute a row of a training program. `annotate` marks an error with the instruction that raised it.
 
-        Returns whether it ran to its end. If its VALIDATE refuses the step, the row ends there, and the caller runs
-        what stands in place of the rest.
+        Returns whether the row ran to its end. If its VALIDATE refuses the step, the row ends there, and the caller
+        runs the instructions that replace the rest.
 
         Raises:
             ValueError: the row splits a backward that its stage cannot split. Raised before the row starts.
@@ -357,7 +358,7 @@ class Executor:
             self._waited()
 
     def _bring_back(self, stage: Stage, microbatch: Microbatch, instruction: Instruction) -> None:
-        """Give the stage what has come back of a microbatch, from the pair rank or from the host, if anything has."""
+        """Give the stage the activations or the input of a microbatch, if the pair rank or the host had them."""
         if self._transfers is not None:
             self._wait_for_moves(instruction)
             self._transfers.finish_load(stage, microbatch, instruction)
@@ -365,7 +366,7 @@ class Executor:
             self._stash.restore(stage, microbatch)
 
     def _let_go(self, instruction: Instruction) -> None:
-        """Drop what had come back: the backward has read it."""
+        """Drop the buffers in which activations or inputs came back: the backward has read them."""
         for part in (self._transfers, self._stash):
             if part is not None:
                 part.end_backward(instruction.stage, instruction.microbatch)

@@ -1,4 +1,4 @@
-"""What has to fit together before an engine runs: schedule, stages, update and ranks."""
+"""Checks before an engine runs: schedule, stages, update and ranks fit together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def numbered(
     schedule: PipelineSchedule, stages: Sequence[AnyStage], update: AnyUpdate, *, rank: int, num_ranks: int,
     counts_activations: bool,
 ) -> dict[int, AnyStage]:  # fmt: skip
-    """The stages of a rank by their numbers in the program.
+    """Check that an engine can run the schedule, and return the rank's stages by their numbers in the program.
 
     Args:
-        rank, num_ranks: the place in the pipeline, and its size.
+        rank, num_ranks: the rank in the pipeline, and the pipeline's number of ranks.
         counts_activations: the engine has an activation memory.
 
     Raises:

@@ -1,12 +1,12 @@
-"""From the gradients of a batch to the next weights: the words of reductions, steps and predictions, on one rank.
+"""From the gradients of a batch to the next weights: the reductions, steps and predictions of one rank.
 
 Reductions run on the chain thread, and STEP waits for them. Only the report and VALIDATE wait for a reduction that
-stands behind its STEP. Such a reduction runs on another thread: in the chain it would delay the next STEP until all
-ranks have reached it.
+comes after its STEP in the row. Such a reduction runs on another thread: in the chain it would delay the next STEP
+until all ranks have reached it.
 
-`Steps` has the batches in flight as well, from their announcement to their STEP.
+`Steps` also keeps the batches in flight, from their announcement to their STEP.
 
-Where weights are stale each stage steps by itself (FTPipe, Table 1), with its own update (`StagewiseUpdate`).
+Where weights are stale, each stage steps by itself (FTPipe, Table 1), with its own update (`StagewiseUpdate`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Steps:
 
     Attributes:
         of_stage: stage -> the stages that step together with it.
-        microbatches: index -> microbatch, from its announcement until it is forgotten.
+        microbatches: index -> microbatch, from the announcement of its batch until the batch's STEP.
         begun: the batches with a forward.
         num_backwards: batch -> backwards that have ended.
         before_predictions: versions whose STEP is directly before a PREDICT.
@@ -79,7 +79,7 @@ class Steps:
         together = Stepping(update)
         self.of_stage = {each: Stepping(update.of_stage(each)) if alone else together for each in stages}
         self._newest = dict.fromkeys(stages, -1)  # the last version stepped to at each stage
-        self._num_stepped: Counter[int] = Counter()  # version -> stages that have stepped to it, where each steps alone
+        self._num_stepped: Counter[int] = Counter()  # version -> number of stages at it, where each steps alone
         self._batches: dict[int, BatchInfo] = {}
         self.microbatches: dict[int, Microbatch] = {}
         self.begun: set[int] = set()
@@ -172,7 +172,7 @@ class Steps:
         self._forget_batch(version - 1)
 
     def begin_trial(self, row: Sequence[Instruction]) -> None:
-        """Announce instructions that end with a VALIDATE. Until then forwards may have to be done again."""
+        """Announce instructions that end with a VALIDATE. If it refuses the step, their forwards are repeated."""
         self._on_trial = [each for each in row if each.kind is Kind.FORWARD]
         for stage in self._stages.values():
             stage.begin_trial()
@@ -188,7 +188,7 @@ class Steps:
         self.is_refused = not self._update.validate(instruction.version)
 
     def roll_back(self, instruction: Instruction) -> None:
-        """Drop what the batch behind the step has begun, and let the update take the right step."""
+        """Drop the forwards of the batch after the step, and let the update take the right step."""
         for index, stage in self._stages.items():
             begun = [self.microbatches[each.microbatch] for each in self._on_trial if each.stage == index]
             for _ in begun:
@@ -235,17 +235,17 @@ class Steps:
 
 OF_BATCHES = 100
 MOST = OF_BATCHES // 20
-"""Of so many batches, the most whose steps may be refused before there are no more optimistic steps."""
+"""The most steps that may be refused among the last `OF_BATCHES` batches. After one more, optimistic steps are off."""
 
 
 class RefusedSteps:
     """Counts refused steps. All ranks refuse the same, so they agree on when there are too many."""
 
     def __init__(self) -> None:
-        self._before: list[int] = []  # the batches before which steps were refused, of the last `OF_BATCHES`
+        self._before: list[int] = []  # of the last `OF_BATCHES` batches, those whose preceding step was refused
 
     def note(self, batch: int) -> str | None:
-        """Note that the step before `batch` was refused. Return a sentence for the log if these are too many."""
+        """Note that the step before `batch` was refused. Return a sentence for the log if too many were refused."""
         self._before = [*(each for each in self._before if each > batch - OF_BATCHES), batch]
         if len(self._before) <= MOST:
             return None

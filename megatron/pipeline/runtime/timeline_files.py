@@ -36,7 +36,7 @@ def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> r
 
 
 def planned_timeline(schedule: PipelineSchedule, measured: Timeline, shown: range, drains: Collection[int]) -> Timeline:
-    """Simulate the batches `shown` with measured times. Neighbours of the same stretch are simulated with them."""
+    """Simulate the batches `shown` with measured times, and with them the neighbouring batches of the same stretch."""
     drained = max((drain for drain in drains if drain <= shown.start), default=measured.first_batch)
     first = max(_begins(schedule, shown.start, drained=drained), drained, measured.first_batch)
     end = measured.first_batch + len(measured.batches)
@@ -70,16 +70,16 @@ def write_timeline(
 ) -> None:
     """Write `timeline.png`, `measured.json` (a Timeline) and `trace.json` (for Perfetto).
 
-    Collective; call it drained. Shows the pipeline of the first replica's first tensor rank, or where the stages of the
-    program are copies, all its ranks. The picture has at most `most` batches.
+    Collective; call it drained. Shows the pipeline of the first replica's first tensor rank. Where the stages of the
+    program are copies, shows all ranks of the program. The picture has at most `most` batches.
 
     Args:
-        engine: what ran, with a tracer.
+        engine: the engine that ran the batches, with a tracer.
         folder: where the files are written.
         drains: the batches before which the pipeline was drained.
         most: the number of batches in the picture.
-        places: for each rank of the program, its number in the whole job, and its place there in short; none: the ranks
-            are those of the job.
+        places: for each rank of the program, its rank in the whole job and a text that names its place there; empty:
+            the ranks are those of the job.
         note: the end of the title.
 
     Raises:
@@ -95,7 +95,7 @@ def write_timeline(
             return
         group = parallel_state.get_pipeline_model_parallel_group()
     traces = gather_traces(engine.trace(), group=group)
-    if traces is not None:  # of copies also those of other tensor ranks, which have pipelines of their own
+    if traces is not None:  # with copies, other tensor ranks have pipelines of their own and are gathered, too
         traces = [trace for trace in traces if trace.pipeline == traces[0].pipeline]
     if traces is not None and places:
         pipeline = tuple(rank for rank, _ in places)

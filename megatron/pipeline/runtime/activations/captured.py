@@ -17,7 +17,7 @@ and refuses to evict. All tensors that a forward saves move with its microbatch,
 - tensors that two successive microbatches have saved: cached masks, rotary tables, and weights outside any module.
 
 Hence the first microbatch cannot be evicted before the forward of the second. Where a stage recomputes some of its
-microbatches, these do not move and do not count for this.
+microbatches, the recomputed ones do not move. They are skipped when successive microbatches are compared.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class ActivationMemory:
     def take_recent_peak(self) -> int:
         """Return the maximum number of bytes since the last call, or since the start.
 
-        If nothing was saved in that time, return the same again: where batches overlap, all computations of a batch may
-        have ended before the last call, which was for the batch before it.
+        If no bytes were saved in that time, return the previous result again: where batches overlap, all computations
+        of a batch may have ended before the call for the previous batch.
         """
         with self._lock:
             self._last_peak_bytes = self._recent_peak_bytes or self._last_peak_bytes
@@ -288,9 +288,9 @@ class CapturedActivations:
         return None if handle is None else handle.get()
 
     def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None, may_move: bool = True) -> None:
-        """End the capture of a forward. Drop the values of `input`, a leaf: the graph has saved those it needs.
+        """End the capture of a forward. Drop the values of `input`, a leaf: the graph has saved the values it needs.
 
-        `may_move`: False for a microbatch that is recomputed where others are not; it has another layout.
+        `may_move`: False for a microbatch that is recomputed at a stage where others are not: its layout is different.
         """
         saved = self._saved[microbatch]
         stay = storages_of(self._data) - storages_of((input, output)) | storages_of(self._own) | self._shared.keys()
@@ -304,7 +304,10 @@ class CapturedActivations:
         self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
 
     def _learn_shared(self, moving: dict[int, StorageWeakRef]) -> None:
-        """Exclude storages from moves that the previous microbatch has saved, too: for all microbatches not evicted."""
+        """Exclude from moves the storages that the previous microbatch has saved, too.
+
+        Applies to all microbatches that are not evicted.
+        """
         shared = moving.keys() & self._last.keys()
         self._last = moving
         if shared:
@@ -327,7 +330,7 @@ class CapturedActivations:
     def evict(self, microbatch: int) -> Eviction:
         """Begin to move the saved tensors of `microbatch`. `Eviction.pack` copies them, uint8 [layout.buffer_bytes].
 
-        A buffer that is given to `pack` may lie on another device; without one it takes one of the pool.
+        A buffer that is given to `pack` may lie on another device. Without a buffer `pack` takes one from the pool.
 
         Raises ValueError if the microbatch's layout differs from the stage's. Raises RuntimeError if the microbatch is
         evicted already, or before the stage's second forward.
@@ -367,8 +370,8 @@ class CapturingStage:
 
     Attributes:
         index: the number of the stage.
-        activations: microbatch -> what is saved between its forward and its backward, with an `input` and its
-            `kept_input`.
+        activations: microbatch -> the object that is saved between its forward and its backward, with the attributes
+            `input` and `kept_input`.
     """
 
     index: int

@@ -152,8 +152,8 @@ class _Span:
 class SavedTensors:
     """One microbatch's saved tensors at one stage.
 
-    Order of use: run the forward inside `hooks()`, then call `seal`. Then call `leave`, `evict` and `restore` any
-    number of times, also never. Then run the backward. `evict` may run on another thread, since nobody else reads the
+    Order of use: run the forward inside `hooks()`, then call `seal`. Then call `leave`, `evict` and `restore` in this
+    order, zero or more times. Then run the backward. `evict` may run on another thread, since nothing else reads the
     tensors between `leave` and `restore`.
 
     Attributes:

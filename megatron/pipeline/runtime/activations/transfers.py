@@ -124,7 +124,7 @@ _Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(slots=True)
 class _Arrival:
-    """The arriving activations of a microbatch. The buffer is taken when the move is posted."""
+    """The arriving activations of a microbatch. The buffer is taken when the move begins."""
 
     buffer: Tensor | None = None
 
@@ -256,8 +256,7 @@ class ActivationTransfers:
     # -- computations -------------------------------------------------------------------------------------------------
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until the moves that `computation` needs are complete. Return whether any was incomplete, or on CUDA
-        may still have been at work on the device.
+        """Wait until the moves that `computation` needs are complete. Return whether there was anything to wait for.
 
         On CUDA the host waits until the moves are queued on the device, and the current stream waits until they are
         done. Raises TransferError after the timeout, or the error that a move raised.
@@ -294,8 +293,10 @@ class ActivationTransfers:
         self._queue.follow(self._queue.num_complete)
 
     def abandon(self, timeout: float) -> bool:
-        """Stop the thread after the connections were broken, and drop its moves. Return whether it ended within
-        `timeout` seconds."""
+        """Stop the thread after the connections were broken, and drop its moves.
+
+        Returns whether the thread has ended within `timeout` seconds.
+        """
         has_ended = self._queue.abandon(timeout)
         self._link = None
         return has_ended

@@ -72,7 +72,7 @@ class WeightProducts:
     ) -> None:
         """Postpone ``product(input, output_grad)``, a summand of the gradient of `parameter`, with its shape.
 
-        `held`: what the product holds beside both factors.
+        `held`: the tensors that the product holds in addition to the two factors.
         """
         self._of.setdefault(parameter, []).append(_Factors(input.detach(), output_grad.detach(), product, held))
 

@@ -1,4 +1,4 @@
-"""Meetings of ranks at a store: unique names for what they make together, and counts of the ranks that have come."""
+"""Meetings of ranks at a store: unique names for the groups that they form, and a barrier with a time limit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ num_named: Counter[tuple] = Counter()  # (purpose, ranks) -> names given for the
 
 
 def fresh_name(purpose: str, ranks: Sequence[int]) -> str:
-    """A new name in the store for these ranks and this purpose. All these ranks must ask equally often."""
+    """Return a new name in the store for these ranks and this purpose.
+
+    All these ranks must call this function the same number of times.
+    """
     key = (purpose, *ranks)
     num_named[key] += 1
     return f"{purpose}/{'-'.join(map(str, ranks))}/{num_named[key]}"
 
 
 def forget_names() -> None:
-    """Start the names anew, for a new store: ranks may have made different numbers of names before."""
+    """Restart the numbers in the names, for a new store: ranks may have used different numbers of names before."""
     num_named.clear()
 
 
 def meets(store: Store, key: str, size: int, patience: float) -> bool:
-    """Count this rank at `key`, and wait until `size` ranks have come. Return whether they have within `patience` s."""
+    """Count this rank at `key`, then wait until `size` ranks are counted. Return False after `patience` seconds."""
     deadline = time.monotonic() + patience
     count = store.add(key, 1)
     while count < size and time.monotonic() < deadline:

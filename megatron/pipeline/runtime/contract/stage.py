@@ -9,7 +9,7 @@ Order of the calls on one rank, for one batch::
 
     begin_batch(info)        before the batch's first forward: choose its loss scale
     begin_backward(info)     before its first backward, whole or half: choose its gradient buffer
-    resume_backward(info)    before a later backward that follows one of another batch: select that buffer again
+    resume_backward(info)    before a later backward that follows a backward of another batch: select that buffer again
     reduce_grad(version, s)  chain thread, after its last backward   (only if data parallel)
     reduce_embed(version)    chain thread                            (only tied embeddings, where the first and the last
                              stage are on two ranks; on one rank reduce_norm adds up their gradients first)
@@ -18,8 +18,9 @@ Order of the calls on one rank, for one batch::
 
 Where the weights are predicted, these calls come between the batch's backwards and its reductions::
 
-    hold(version, n)             main thread, after n of its backwards: keep a copy of their gradients
-    hold_embed(version, n)       main thread: keep those of tied embeddings, where their stages are on two ranks
+    hold(version, n)             main thread, after n backwards of the batch: keep a copy of their gradients
+    hold_embed(version, n)       main thread: keep a copy of the gradients of tied embeddings, where their two stages
+                                 are on two ranks
     reduce_partial(version)      chain thread, after `hold`         (only if predictions read the sum over replicas)
     reduce_partial_embed(version)    chain thread, after `hold_embed`
     predict(version, n)          main thread, after the reductions posted for it, and after step(version - 1): makes the
@@ -38,10 +39,11 @@ Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only
 
 Where steps are optimistic, ``reduce_norm`` comes after ``step``, too. The next batch begins, and then come::
 
-    validate(version)        main thread, after reduce_norm(version): whether the step was right
-    roll_back(version)       if not, on all ranks: undo it and take the right one; begin_batch is then called again
+    validate(version)        main thread, after reduce_norm(version): returns whether the step was right
+    roll_back(version)       if it was wrong, on all ranks: undo it and take the right step; begin_batch is then called
+                             again
 
-A class that derives from a protocol does nothing where it has no method of its own.
+A method that a class inherits from one of the protocols does nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class Microbatch:
 class BatchInfo:
     """One batch: its number in the run, its microbatches per pipeline, and its samples over all replicas.
 
-    Where stages are copies, the pipeline is all replicas.
+    Where stages are copies, all replicas are one pipeline.
     """
 
     index: int
@@ -118,12 +120,12 @@ class BatchReport:
 
     @property
     def gradient_scale(self) -> float:
-        """The quotient of the reduced gradients and the gradients of the batch's loss."""
+        """The reduced gradients divided by the gradients of the batch's loss."""
         return self.loss_scale * self.num_tokens
 
     @property
     def expert_load_imbalance(self) -> float | None:
-        """The largest load of an expert over the mean of its layer, of all layers; None if no tokens are counted."""
+        """The highest load of an expert divided by the mean load in its layer, over all layers; None without counts."""
         return max((max(row) * len(row) / sum(row) for row in self.tokens_per_expert if any(row)), default=None)
 
     @property
@@ -140,8 +142,8 @@ class Eviction:
 
     Attributes:
         num_bytes: the size of the packed activations, equal for all microbatches of a stage.
-        pack: copies the activations into a given buffer, or into one of the rank's pool, uint8 [num_bytes], frees them,
-            and returns the buffer. Call it once, on any thread. Computations may run meanwhile.
+        pack: copies the activations into a given buffer or a buffer of the rank's pool, uint8 [num_bytes], frees the
+            activations and returns the buffer. Call it once, on any thread. Computations may run meanwhile.
         held: `pack` fills it with tensors from which the device may still copy. Drop the list to free them.
     """
 
@@ -157,7 +159,7 @@ class AnyStage(Protocol):
     """
 
     index: int
-    """The stage of the model. Where stages of a program are copies, the engine knows of which stage each is one."""
+    """The number of the stage in the model. Where stages of a program are copies, copies of one stage share it."""
     num_stages: int
     loss_names: tuple[str, ...]
     """Names of the losses, equal on every stage, so that ranks without losses can take part in the sum."""
@@ -331,7 +333,10 @@ class WeightUpdate(AnyUpdate, Protocol):
         """Take a gradient buffer for the batch. Called before its first backward on this rank."""
 
     def resume_backward(self, info: BatchInfo) -> None:
-        """Select the batch's gradient buffer again. Called before a backward that follows one of another batch."""
+        """Select the batch's gradient buffer again.
+
+        Called before a backward that follows a backward of another batch.
+        """
 
     def reduce_grad(self, version: int, stage: int) -> None:
         """Chain thread: reduce the gradients that make `version` over the data-parallel replicas. Return when done.
@@ -349,13 +354,13 @@ class OptimisticUpdate(WeightUpdate, Protocol):
     """A weight update that can step before the norm of all gradients is known."""
 
     def validate(self, version: int) -> bool:
-        """Whether the step to `version` was right, by the sums over the job; the same on all ranks."""
+        """Return whether the step to `version` was right, by the sums over the job; the same on all ranks."""
 
     def roll_back(self, version: int) -> None:
-        """Undo the step to `version`, which was not right, and take the right one, or skip it."""
+        """Undo the wrong step to `version`. Take the right step, or none if the batch must be skipped."""
 
     def give_up(self) -> None:
-        """Free what is kept for the undoing of steps: from now on every step comes after its norm."""
+        """Free the memory for undoing steps: from now on every step comes after the reduction of its norm."""
 
 
 class RepeatingStage(Protocol):
@@ -365,10 +370,10 @@ class RepeatingStage(Protocol):
         """Keep the data that forwards read from now on. Called before the first forward of a batch."""
 
     def end_trial(self) -> None:
-        """Forget the data that were kept: the batch goes on."""
+        """Drop the kept data: the batch will not begin again."""
 
     def begin_again(self, microbatches: Sequence[Microbatch]) -> None:
-        """Drop all that the forwards of these microbatches have left, and read the same data for them again."""
+        """Drop all results of these microbatches' forwards. Their next forwards read the same data again."""
 
 
 @runtime_checkable
@@ -399,7 +404,7 @@ class PredictingUpdate(WeightUpdate, Protocol):
     When the backwards of n of m microbatches are done, the sum of their gradients times m/n stands for the gradients of
     the whole batch.
 
-    `reads_gradients`: False if predictions take the last update again, and read no gradients.
+    `reads_gradients`: False if a prediction repeats the last update and reads no gradients.
     """
 
     reads_gradients: bool
@@ -427,8 +432,8 @@ class PredictingUpdate(WeightUpdate, Protocol):
         """Make the predicted weights of `version` from the kept gradients, after a step that was put off.
 
         Without kept gradients, use those of the batch's first `num_microbatches` microbatches. If the gradients are not
-        finite, the prediction is a copy of the true weights. Without `reads_gradients` it is the true weights with
-        the last update taken again, or a copy of them if the last step was skipped.
+        finite, the prediction is a copy of the true weights. Without `reads_gradients` the prediction is the true
+        weights with the last update added once more, or a copy of the true weights if the last step was skipped.
         """
 
 

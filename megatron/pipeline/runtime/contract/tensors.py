@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes. torch aligns CPU memory at multiples of it, and GPU allocations begin at multiples of it, too."""
+"""Bytes. All memory that torch allocates, on the CPU or on a GPU, begins at a multiple of this number."""
 
 
 @dataclass(frozen=True)

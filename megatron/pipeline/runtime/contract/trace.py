@@ -3,11 +3,11 @@
 A rank records these tracks:
 
 - `compute`: an instruction without its waiting,
-- `wait`: how long the instruction waited for a transfer or for the chain before that,
+- `wait`: how long the instruction first waited for a transfer or for the chain,
 - `chain`: the reductions on their background thread,
-- `moves`: moves of saved activations on theirs, from posted until complete,
-- where weights live on the host, one for each lane to and from the host: from the start of an instruction there until
-  it is complete.
+- `moves`: the moves of saved activations on their background thread, from the posting of a move until it is complete,
+- where weights live on the host, one track for each lane to the host, from the host and of the host's optimizer: from
+  the start of an instruction there until it is complete.
 
 Where backwards are split, the rank also records the bytes that it keeps between I and W. Only the last batches are
 kept. The tracks of all ranks are gathered on one rank. They are written in Chrome's trace-event format, which Perfetto
@@ -64,10 +64,10 @@ class RankTrace:
         rank_of_stage: stage -> pipeline rank.
         batches: the kept batches.
         spans: intervals of these batches, and of instructions executed during them.
-        edges: the edges between stages; none: a chain.
-        copies: the copy of a stage of the model that each stage is; none: there are no copies.
+        edges: the edges between stages; empty: a chain.
+        copies: for each stage of the program, the copy of a model's stage that it is; empty: there are no copies.
         deferred_bytes: (seconds since the epoch, bytes) at every change of the bytes saved between I and W.
-        place: its place in the job in short; empty: its rank in the pipeline.
+        place: the text that names the rank's place in the job; empty: its rank in the pipeline.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class HostClock:
     now = staticmethod(time.perf_counter)
 
     def reader(self) -> Callable[[float], float]:
-        """Return the function from a mark to seconds of `time.perf_counter`."""
+        """Return a function that converts a mark to seconds of `time.perf_counter`."""
         return float
 
 
@@ -108,7 +108,7 @@ class CudaClock:
         return event
 
     def reader(self) -> Callable[[torch.cuda.Event], float]:
-        """Return the function from a mark to seconds of `time.perf_counter`.
+        """Return a function that converts a mark to seconds of `time.perf_counter`.
 
         Waits until the device has reached all marks.
         """
@@ -138,7 +138,7 @@ class Tracer:
         self.record = segment.append  # the hot loop calls this with (instruction, start, ready, end)
 
     def drop_last(self) -> None:
-        """Drop what the segment of the last batch has, because the batch begins again."""
+        """Drop the instructions recorded in the segment of the last batch, because the batch begins again."""
         self._segments[-1][1].clear()
 
     def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:

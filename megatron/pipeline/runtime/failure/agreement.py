@@ -170,7 +170,8 @@ class Agreement:
         """Collective: return the result of `function`, which must contain no collective.
 
         Raises:
-            ValueError: the function has raised on another rank. A rank where it has raised gives its own error.
+            ValueError: the function has raised on another rank. If it has raised on this rank, this rank raises its
+                own error.
         """
         result, problem = None, None
         try:
@@ -186,7 +187,7 @@ class Agreement:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Context for a block whose ValueErrors all ranks of a pipeline raise: keep such an error as `refusal`."""
+        """Context for a block whose ValueErrors all ranks of a pipeline raise. Keeps such an error as `refusal`."""
         try:
             yield
         except ValueError as error:

@@ -1,13 +1,13 @@
-"""Break what this process is connected by, so that nothing in it waits for another rank any more.
+"""Break the connections of this process, so that none of its threads waits for another rank any longer.
 
-Problem: after a rank is lost, threads of the others wait in transfers and collectives of gloo: for the lost rank, which
-may be stopped and so keep its connections, or for a rank that has left the batch. Or they wait for a key that the lost
-rank was to write to the job's store. Such waits end after the timeout of the transfer alone, which is many minutes, and
-there is no call that ends them.
+Problem: after a rank is lost, threads of the other ranks still wait in gloo's transfers and collectives. They wait for
+the lost rank, which may only be stopped and so keep its connections, or for a rank that has left the batch. Or they
+wait for a key that the lost rank was to write to the job's store. Such a wait ends only at its timeout of many minutes,
+and no call can end it earlier.
 
-Solution: shut down the sockets themselves. gloo's own thread finds each of them closed, and every wait ends with an
-error, here and at the other end. The connections over which the ranks that are left agree stay. They are known by the
-inode numbers of their sockets: the number of a descriptor that was closed would be that of the next connection.
+Solution: shut down the sockets themselves. gloo's own thread finds each socket closed, and every wait ends with an
+error, on both ranks. The connections over which the surviving ranks agree stay open. They are identified by the inode
+numbers of their sockets, because the next connection may reuse the descriptor number of a closed one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _descriptors() -> Iterator[tuple[int, int]]:
 
 
 def _is_connected(number: int) -> bool:
-    with suppress(OSError), _socket(number) as each:  # raises it for what is no socket, or one that listens
+    with suppress(OSError), _socket(number) as each:  # raised if it is no socket, or a listening one
         each.getpeername()
         return each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
     return False

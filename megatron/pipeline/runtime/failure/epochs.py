@@ -1,8 +1,8 @@
-"""Epochs: who is in the job from one agreement to the next, decided by the order of a log. No torch.
+"""Epochs: the processes of the job from one agreement to the next, decided by the order of a log. No torch.
 
 Ranks that compute the same layers together (tensor and context parallelism) are a *group*: `group_size` ranks with
-consecutive numbers. None of them can go on without the others, so a group is lost with each of its ranks, and comes
-back as a whole.
+consecutive numbers. None of them can continue without the others. So if one rank is lost, its group is lost, and the
+group comes back only as a whole.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Epoch:
     Attributes:
         number: counted from 0.
         ranks: the global ranks in it, ascending.
-        lost: rank -> why its process is not in this epoch, for the processes of the epoch before.
+        lost: rank -> why its process is not in this epoch, for each process that was in the epoch before.
         joined: the ranks whose processes are new.
-        notes: rank -> what it handed to `Membership.agree`; new processes have none.
+        notes: rank -> the note that it passed to `Membership.agree`; new processes have none.
     """
 
     number: int
@@ -36,23 +36,24 @@ class Epoch:
 
 
 def first_record(members: Iterable[Member]) -> dict[str, Any]:
-    """The record of epoch 0."""
+    """Return the record of epoch 0."""
     return {"members": sorted(members), "lost": {}, "joined": [], "notes": {}}
 
 
 def decided(
     members: Iterable[Member], log: Iterable[Mapping[str, Any]], *, group_size: int = 1
 ) -> dict[str, Any] | None:
-    """The record of the next epoch: a function of the log's order alone, so it is the same for every reader.
+    """Return the record of the next epoch. It depends only on the order of the log, so all readers get the same record.
 
-    The first part of the log counts in which each of `members` has arrived, or a rank of its group is lost. A process
-    that has arrived and is lost is lost. Newcomers are in the epoch that every process in it admits, where their groups
-    are whole. Returns None if there is no such part.
+    The log counts up to the line after which each of `members` has arrived or is in a group with a lost rank. A process
+    that has arrived and is also found lost is lost. If all processes of the epoch admit newcomers, the epoch has all
+    newcomers that any of them has heard, except those whose groups are incomplete. Returns None if the log has no such
+    line.
 
     Args:
         members: the processes of the current epoch.
         log: lines with a `token` and a `kind`: "arrived" with a `note` and with `admits`, the newcomers that the
-            process has heard or None; "lost" with a `reason`; "suspected" with a `reason`.
+            process has heard, or None if it admits none; "lost" with a `reason`; "suspected" with a `reason`.
     """
     by_token = {member.token: member for member in members}
     told: dict[str, dict[str, Mapping[str, Any]]] = {"arrived": {}, "lost": {}, "suspected": {}}
@@ -71,14 +72,14 @@ def decided(
 
 
 def lost_with(members: Iterable[Member], lost: Collection[str], group_size: int) -> set[str]:
-    """The tokens of all members in whose groups one is lost. `lost`: tokens."""
+    """Return the tokens of all members whose group has a lost rank. `lost`: the tokens of the lost members."""
     members = tuple(members)
     groups = {member.rank // group_size for member in members if member.token in lost}
     return {member.token for member in members if member.rank // group_size in groups}
 
 
 def of_whole_groups(members: Iterable[Member], group_size: int) -> tuple[Member, ...]:
-    """Those of `members`, which have different ranks, whose groups are whole."""
+    """Return the members whose groups are complete. No two of `members` have the same rank."""
     members = tuple(members)
     sizes = Counter(member.rank // group_size for member in members)
     return tuple(member for member in members if sizes[member.rank // group_size] == group_size)
@@ -109,7 +110,7 @@ def _record(
 
 
 def epoch_of(number: int, record: Mapping[str, Any]) -> tuple[Epoch, tuple[Member, ...]]:
-    """The epoch of a record that was written as JSON, and its processes."""
+    """Return the epoch of a record that was read from JSON, and the epoch's processes."""
     members = tuple(Member(*each) for each in record["members"])
     lost, notes = (
         MappingProxyType(

@@ -27,7 +27,7 @@ from megatron.pipeline.program.instruction import Instruction
 USER_ERROR = 2
 """The exit status for an error that the user can fix."""
 KEEPS_SURVIVORS = "MEGATRON_KEEPS_SURVIVORS"
-"""The environment variable with which tools/launch.py says that it ends nobody because another process is lost."""
+"""The environment variable by which tools/launch.py says that it ends no process when another process is lost."""
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 PATIENCE = 3.0
 """Seconds that a rank waits for the others to report the same error, and that the others wait for rank 0 to print."""
@@ -42,7 +42,7 @@ class OnThisRank(Exception):
 
 
 class JobHasEnded(OnThisRank):
-    """The job has come to its end before it could take a new process in."""
+    """The job has ended before it could take in a new process."""
 
 
 class CheckpointError(ValueError):
@@ -92,7 +92,10 @@ def environment_ranks() -> tuple[int, int, int]:
 
 
 def is_ended_with_node() -> bool:
-    """Whether torchrun is about to end this process because another one of its agent is lost: it ends all of these."""
+    """Return whether torchrun is about to end this process.
+
+    When a process of a torchrun agent is lost, the agent ends all of its other processes.
+    """
     if _RUN_ID not in os.environ or os.environ.get(KEEPS_SURVIVORS):
         return False
     agent, num_alive = psutil.Process(os.getppid()), 0
@@ -105,7 +108,7 @@ def is_ended_with_node() -> bool:
 
 
 def _has_run_id(process: psutil.Process) -> bool:
-    """Whether a process has been started by the agent of this one, or by one of its ranks."""
+    """Return whether `process` was started by the agent of this process, or by one of that agent's ranks."""
     try:
         return process.environ().get(_RUN_ID) == os.environ[_RUN_ID]
     except psutil.Error:  # of another user
@@ -129,7 +132,7 @@ def write_error_file(sentence: str) -> None:
 
 
 def read_error_file(path: str | os.PathLike[str]) -> str | None:
-    """The sentence in a launcher's error file; None if there is none."""
+    """Return the sentence in a launcher's error file; None if there is no such file or sentence."""
     try:
         with open(path, encoding="utf-8") as stream:
             return str(json.load(stream)["message"]["message"])

@@ -106,7 +106,7 @@ class FailureBoard:
         return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None, None)
 
     def write(self, name: str, text: str) -> None:
-        """Publish a notice in the place of the one of that name."""
+        """Publish a notice. It replaces the notice of the same name."""
         self._ask(lambda store: store.set(self._key(name), text), None)
 
     def story(self) -> str | None:
@@ -136,9 +136,9 @@ class FailureBoard:
         return (f"rank {rank}", "", None) if text is None else tuple(json.loads(text)[:3])
 
     def unheard(self, ranks: Iterable[int], patience: float) -> dict[str, list[int]]:
-        """Return host -> the ranks of `ranks` there that have published before, but not in the next `patience` seconds.
+        """Return the ranks that have published before, but publish nothing in the next `patience` seconds, by host.
 
-        Blocks for that time. Returns {} if the store is lost or silent.
+        Blocks for that time. The result is host -> ranks, {} if the store is lost or silent.
         """
         before = {rank: self.read(f"doing/{rank}") for rank in ranks}
         time.sleep(patience)
@@ -157,14 +157,14 @@ class FailureBoard:
 
 
 def root_of(store: Store) -> Store:
-    """The store of which `store` is a part, or a part of a part."""
+    """Return the store that is left of `store` without any prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
 def launcher_hosts_store() -> bool:
-    """Whether a launcher hosts the job's store, and no rank."""
+    """Return whether a launcher, not a rank, hosts the job's store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -199,7 +199,7 @@ _before = 0
 
 @cache
 def _threshold() -> ctypes.c_int | None:
-    """Return torch's log threshold, or None if this build has it elsewhere; its messages then stay as they are."""
+    """Return torch's log threshold, or None if this build of torch has no such variable: its messages then stay."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")

@@ -1,12 +1,13 @@
-"""Signs of life of a job's processes: heartbeats that others watch, and doors at which the dead do not answer.
+"""Signs of life of a job's processes: heartbeats that other processes watch, and ports that close when a process ends.
 
-Problem: a process that has died, or that is stopped or cut off, is to be told from one that only computes slowly. The
-clocks of hosts differ, and a watcher may itself have been held up.
+Problem: a process that has died, is stopped or is cut off must be distinguished from a process that only computes
+slowly. The clocks of hosts differ, and a watcher may itself have been held up.
 
-Solution: a process counts up its heartbeat, and a watcher measures with its own clock how long the count has stayed.
-Time in which the watcher itself did not look does not count. Each process also listens at a port, the *door*. The
-kernel takes connections there, however busy the process is, and even if it is stopped. It refuses them as soon as the
-process has ended. So a refused connection proves a death that silence proves only after the failure timeout.
+Solution: a process counts up its heartbeat, and a watcher measures with its own clock how long the count stays the
+same. Time in which the watcher itself did not look does not count. Each process also listens at a port, the *door*. The
+kernel accepts connections there, however busy the process is, and even if it is stopped. The kernel refuses them as
+soon as the process has ended. So a refused connection proves at once that the process has ended. Silence counts as
+proof only after the failure timeout.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Member(NamedTuple):
     """A process of the job.
 
     Attributes:
-        rank: its global rank; a new process in the place of a lost one has the same.
-        token: random, and so unlike that of any other process.
+        rank: its global rank; a new process in the place of a lost one has the same rank.
+        token: a random text that no other process has.
         host: the name of its host.
-        address, port: where its door is.
+        address, port: the address and port of its door.
         process: its process id.
-        launcher: the name that its launcher has given itself.
+        launcher: the run id of its launcher (TORCHELASTIC_RUN_ID); empty without a launcher.
     """
 
     rank: int
@@ -51,11 +52,11 @@ class Member(NamedTuple):
 
 
 class Door:
-    """A port at which this process listens for as long as it lives. Connections are closed without a word.
+    """A port at which this process listens as long as it lives. `clear` closes the connections that others have made.
 
     Args:
-        reachable_from: (host, port) of a process that others of the job reach, too: the door's address is the one from
-            which this host connects there.
+        reachable_from: (host, port) that all processes of the job can reach. The door gets the local address of a
+            connection to it.
     """
 
     def __init__(self, reachable_from: tuple[str, int]) -> None:
@@ -79,10 +80,10 @@ class Door:
 
 
 def has_ended(member: Member, *, patience: float) -> bool:
-    """Whether the kernel of the member's host says within `patience` seconds that the process has ended."""
+    """Return whether the kernel of the member's host says within `patience` seconds that the process has ended."""
     is_loopback = member.address == "::1" or member.address.startswith("127.")
     if is_loopback and member.host != socket.gethostname():
-        return False  # the address means another host here
+        return False  # here the address means this host, not the member's
     try:
         socket.create_connection((member.address, member.port), patience).close()
     except ConnectionRefusedError:
@@ -93,7 +94,7 @@ def has_ended(member: Member, *, patience: float) -> bool:
 
 
 class Watch:
-    """How long the heartbeats of others have stayed the same.
+    """Measures for how long the heartbeats of other processes have stayed the same.
 
     Args:
         interval: seconds between two heartbeats.
@@ -105,9 +106,9 @@ class Watch:
         self._seen: dict[str, tuple[str, float, bool]] = {}  # token -> heartbeat, silence, whether it has changed
 
     def look(self, heartbeats: Mapping[str, str]) -> None:
-        """Take note of the latest heartbeat of each watched token. Others are forgotten."""
+        """Record the latest heartbeat of each watched token, and forget all other tokens."""
         now = time.monotonic()
-        # While this process was stopped, or a call held its interpreter, it saw nothing: the others may have beaten.
+        # While this process was stopped, or a call held its interpreter, it could not see the others' heartbeats.
         elapsed, self._looked_at = min(now - self._looked_at, 2 * self._interval), now
         before, self._seen = self._seen, {}
         for token, heartbeat in heartbeats.items():
@@ -118,7 +119,7 @@ class Watch:
                 self._seen[token] = heartbeat, 0.0, True
 
     def silence(self, token: str) -> float:
-        """Seconds for which the token's heartbeat has stayed the same. 0 if it has left, or is not watched."""
+        """Return for how many seconds the token's heartbeat has stayed the same; 0 if it has left or is not watched."""
         heartbeat, silence, _ = self._seen.get(token, (LEFT, 0.0, False))
         return 0.0 if heartbeat == LEFT else silence
 
@@ -126,13 +127,13 @@ class Watch:
         return self._seen.get(token, ("",))[0] == LEFT
 
     def is_heard(self, token: str) -> bool:
-        """Whether the token's heartbeat has changed since it is watched, and not fallen silent again."""
+        """Return whether the token's heartbeat has changed while watched, and has not fallen silent since."""
         _, silence, has_changed = self._seen.get(token, ("", 0.0, False))
         return has_changed and not self.has_left(token) and silence <= 2 * NUM_SILENT_LOOKS * self._interval
 
 
 class Lookout:
-    """This process's heartbeat, and what it knows of the others'.
+    """Writes this process's heartbeat, and watches the heartbeats and doors of other processes.
 
     Args:
         store: holds the heartbeats.
@@ -151,32 +152,33 @@ class Lookout:
         self.is_heard = self._watch.is_heard
 
     def beat(self) -> None:
-        """Give a sign of life, if the last one is old enough."""
+        """Write the next heartbeat, if at least `interval` seconds have passed since the last one."""
         if time.monotonic() >= self._beats_at:
             self._beats_at = time.monotonic() + self._interval
             self._num_beats += 1
             self._store.set(f"beat/{self._me.token}", str(self._num_beats))
 
     def leave(self) -> None:
-        """Give the last sign: this process ends normally."""
+        """Write as the last heartbeat that this process ends normally."""
         self._store.set(f"beat/{self._me.token}", LEFT)
 
     def is_due(self) -> bool:
-        """Whether it is time for the next look."""
+        """Return whether it is time for the next `look_at`."""
         return time.monotonic() >= self._looks_at
 
     def look_at(self, members: Iterable[Member]) -> None:
-        """Read the heartbeats of these processes. Others are forgotten."""
+        """Read the heartbeats of these processes, and forget all other processes."""
         self._looks_at = time.monotonic() + self._interval / 2
         tokens = list({member.token for member in members})
         texts = self._store.multi_get([f"beat/{token}" for token in tokens]) if tokens else []
         self._watch.look({token: text.decode() for token, text in zip(tokens, texts, strict=True)})
 
     def why_lost(self, member: Member, *, is_awaited: bool) -> str | None:
-        """Why a process that is looked at counts as lost; None if it does not.
+        """Return why a watched process counts as lost; None if it does not.
 
         Args:
-            is_awaited: whether others wait for it, so that one that has left the job is lost, too.
+            is_awaited: whether others wait for the process. If so, it counts as lost even if it has left the job
+                normally.
         """
         silence, now = self._watch.silence(member.token), time.monotonic()
         if silence >= self._timeout:

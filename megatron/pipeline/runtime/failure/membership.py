@@ -1,25 +1,27 @@
-"""Who is in the job: processes notice that one of them is lost, and the survivors agree on who goes on.
+"""Membership of the job: processes notice that one of them is lost, and the survivors agree on who continues.
 
-Problem: a process dies, is stopped, or is cut off. Its peers notice at different moments, some of them not at all, and
-what they would use to talk about it, the process groups, is broken. A rank that computes slowly must not be taken for
-a lost one. A rank that was taken for lost may wake up and go on as if nothing had happened.
+Problem: a process dies, is stopped, or is cut off. Its peers notice at different moments, and some do not notice. The
+process groups, over which they would tell each other, are broken. A rank that computes slowly must not be taken for a
+lost one. A rank that was taken for lost may wake up and continue as if nothing had happened.
 
 Solution: everything goes through the job's store, over a connection and a thread that nothing else uses.
 
-- **Detection.** Each process has a heartbeat and a door (`heartbeats`). It watches those at the distances 1, 2, 4, ...
-  in the ring of ranks, so that a whole host that disappears has a watcher elsewhere, and the store serves a thousand
-  ranks. A process is lost if its door refuses connections, or if its heartbeat stays the same for `failure_timeout`.
-- **Alarm.** Whoever finds a process lost, or has a link that fails (`suspect`), raises the alarm of the epoch. Every
-  process hears it within a heartbeat, and its `on_alarm` interrupts whatever the training thread waits for.
-- **Agreement.** All processes of an epoch come to `agree`. Each appends a line to the next epoch's log, one key of the
-  store, whose appends have one order. The log also holds who was found lost. The epoch is decided by the first part of
-  the log in which everyone has arrived or is lost, so whoever reads the log finds the same epoch (`epochs.decided`).
-  A rank that lives and does not come after all holds the others up; it is lost after their `patience`.
+- **Detection.** Each process has a heartbeat and a door (`heartbeats`). It watches the processes at the distances 1, 2,
+  4, ... in the ring of ranks. So if a whole host disappears, processes on other hosts notice, and the store can serve a
+  thousand ranks. A process is lost if its door refuses connections, or if its heartbeat stays the same for
+  `failure_timeout`.
+- **Alarm.** A process that finds another process lost, or has a link that fails (`suspect`), raises the alarm of the
+  epoch. Every process hears the alarm within a heartbeat, and its `on_alarm` interrupts the training thread's wait.
+- **Agreement.** All processes of an epoch call `agree`. Each appends a line to the next epoch's log, a key of the store
+  whose appends have one order. The log also holds the processes that were found lost. The log decides the next epoch at
+  the first line after which every process has arrived or is lost, so all readers find the same epoch
+  (`epochs.decided`). A live rank that does not call `agree` holds up the others; after their `patience` it counts as
+  lost.
 - **Groups.** Ranks that compute layers together are lost together, and are taken in together (`epochs`).
-- **Fencing.** A process that the decision leaves out ends with one sentence as soon as it looks at the store. What it
-  writes before stands in the log of an epoch that is decided, or under the keys of an epoch that is over (`store`).
-- **Joining.** A new process asks to be taken in (`join`). It is in the next epoch in which all have arrived with
-  `admits`, which means: at a border at which they take newcomers in.
+- **Fencing.** A process that the decision leaves out ends with one sentence as soon as it looks at the store. Until
+  then it writes only to the log of an epoch that is already decided, or to the keys of an epoch that is over (`store`).
+- **Joining.** A new process asks to be taken in (`join`). It is taken into the next epoch for which all processes have
+  called `agree` with `admits`.
 
 The process that hosts the store must not be one that can be lost: the launcher hosts it (tools/launch.py, torchrun).
 """
@@ -44,19 +46,19 @@ from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout
 from megatron.pipeline.runtime.failure.store_thread import StoreThread
 
 LAUNCHER = "launcher"
-"""Prefix of the keys that a launcher reads, in the store itself and not in a part of it."""
+"""Prefix of the keys that a launcher reads. They have no other prefix in the job's store."""
 ACCEPTS_LOSSES = "accepts_losses"
 FAILURE_TIMEOUT = 10.0
 _BEAT = 0.5  # seconds between heartbeats; with a short failure timeout there are more
 _PACE = 0.05  # seconds between looks at the store while a process waits for an epoch; more with many ranks
-_ALL_LOOK = 1.0  # seconds between the looks at the log of those that do not lead
-_MOST_WATCHED = 16  # of those that others wait for, beside the ring's
+_ALL_LOOK = 1.0  # seconds between two looks at the log, for ranks that do not lead
+_MOST_WATCHED = 16  # of the missing processes, how many a process watches in addition to those in the ring
 
 
 def takes_in(store: Store, *, timeout: float = FAILURE_TIMEOUT) -> bool:
-    """Whether a job has begun in this part of the store of which a process lives, or has come to its normal end.
+    """Return whether the job in this part of the store has begun, and still has a live process or has ended normally.
 
-    Without a sign of life of any process of the job it takes up to `timeout` seconds to say so.
+    If no process of the job gives a sign of life, the call takes up to `timeout` seconds.
     """
     store = PrefixStore("membership", store)
     number = 0
@@ -77,7 +79,7 @@ def takes_in(store: Store, *, timeout: float = FAILURE_TIMEOUT) -> bool:
 
 
 def out_of(launcher: str, process: int) -> str:
-    """The key under which a launcher finds that the others have taken its process for lost, and why."""
+    """Return the key at which a launcher finds why the other processes have taken its process for lost."""
     return f"out/{launcher}/{process}"
 
 
@@ -85,21 +87,21 @@ class Membership(StoreThread):
     """This process's place among the processes of the job.
 
     Args:
-        store: the job's store, or a part of it that all processes of the job use, those that join later too.
+        store: the job's store, or a part of it that all processes of the job use, also those that join later.
         rank: this process's global rank.
         world_size: the number of ranks of the job.
-        failure_timeout: seconds of silence after which a process counts as lost, if nothing proves it before. A call
-            that holds the interpreter (GIL) that long silences a process, too.
-        on_alarm: called with a sentence on another thread when a rank of the epoch is lost or suspected, and with every
-            heartbeat until this process comes to `agree`: the training thread may begin to wait for another rank after
-            a call. It must not block. It is to interrupt what the training thread waits for.
-        on_thrown_out: called when the others have gone on without this process. Must end the process.
+        failure_timeout: seconds of silence after which a process counts as lost, unless its door proves it earlier. A
+            call that holds the interpreter (GIL) that long silences a process, too.
+        on_alarm: called on another thread with a sentence when a rank of the epoch is lost or suspected, and again with
+            every heartbeat until this process calls `agree`, because the training thread may begin another wait after a
+            call. Has to interrupt the training thread's wait, and must not block.
+        on_thrown_out: called when the others have continued without this process. Must end the process.
         store_host: the rank whose process hosts the store, if no launcher does.
         group_size: the number of consecutive ranks that are lost, and come back, together.
 
     Attributes:
         epoch: the current epoch; None before `begin` or `join`.
-        alarm: the sentence of the alarm in the current epoch, or None. After an alarm all ranks come to `agree`.
+        alarm: the sentence of the alarm in the current epoch, or None. After an alarm all ranks call `agree`.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Membership(StoreThread):
         self.epoch: Epoch | None = None
         self.alarm: str | None = None
         self._members: dict[str, Member] = {}
-        self._former: set[str] = set()  # tokens of earlier epochs: who asked to be taken in, and was, asks no more
+        self._former: set[str] = set()  # tokens of earlier epochs' processes: their requests to join are settled
         self._lookout = Lookout(self._store, self._me, timeout=failure_timeout, interval=self._interval)
         self._wants: str | None = None  # "begin" or "join", until this process has its place
         self._arrival: dict[str, Any] | None = None  # this process's line, while it is in `agree`
@@ -150,20 +152,21 @@ class Membership(StoreThread):
         return self._next(-1, timeout)
 
     def join(self, timeout: float = 600.0) -> Epoch:
-        """Ask to be taken into the job in the place of a lost process of this rank. Returns the first epoch with it.
+        """Ask to be taken into the job in the place of a lost process of this rank. Return the first epoch with it.
 
-        Raises OnThisRank if no such epoch begins within `timeout` seconds, or if nobody is left who could begin one:
-        JobHasEnded if all have left the job normally.
+        Raises:
+            OnThisRank: no such epoch begins within `timeout` seconds, or no process is left that could begin one.
+            JobHasEnded: all processes have left the job normally.
         """
         self._ask(self._ask_to_join)
         return self._next(-1, timeout)
 
     def newcomers(self) -> tuple[int, ...]:
-        """The ranks of new processes that ask to be taken in, in whole groups, as far as this process has heard."""
+        """Return the ranks of new processes that ask to be taken in and are heard, if their groups are complete."""
         return tuple(sorted(member.rank for member in self._newcomers))
 
     def suspect(self, ranks: Iterable[int], reason: str) -> None:
-        """Raise the alarm: a link to these ranks has failed. Whether they are lost is found out by `agree`.
+        """Raise the alarm: a link to these ranks has failed. `agree` then finds out whether they are lost.
 
         Args:
             reason: why, in a few words, such as "connection closed by peer in 1RECV_F3".
@@ -173,7 +176,7 @@ class Membership(StoreThread):
 
         def tell() -> None:
             if self.epoch is not epoch:
-                return  # its links are gone with it
+                return  # the links of that epoch are gone
             for member in self._members.values():
                 if member.rank in suspects and member != self._me:
                     told = f"rank {self.rank}: {reason}"
@@ -190,13 +193,14 @@ class Membership(StoreThread):
         """Collective over the ranks of the epoch that still live: return the next epoch, which is the same on all.
 
         Args:
-            note: handed to all, in `Epoch.notes`.
-            admits: whether new processes may be in that epoch. They are if all ranks say so.
-            timeout: seconds that a rank which lives may take to come.
-            patience: seconds after which the ranks that live and have not come are lost, if more have come than not.
-                Their training threads may hang, or compute: give more than anything takes that no alarm interrupts.
+            note: passed to all ranks, in `Epoch.notes`.
+            admits: whether this rank admits new processes to that epoch. They are admitted if all ranks do.
+            timeout: seconds that a live rank may take to call `agree`.
+            patience: seconds after which live ranks that have not called `agree` count as lost, if more ranks have
+                called it than not. A late rank may hang, or may only compute: give more seconds than the longest
+                computation that no alarm interrupts.
 
-        Raises OnThisRank if a rank that lives does not come in time, or if the store is gone or silent.
+        Raises OnThisRank if a live rank does not call `agree` in time, or if the store is gone or silent.
         """
         assert self.epoch is not None, "agree before begin or join"
         newcomers = [list(member) for member in self._newcomers] if admits else None
@@ -214,15 +218,15 @@ class Membership(StoreThread):
         self._wait(lambda: self._num_ticks >= target, self._timeout, "confirm that it is in the job")
 
     def store(self) -> Store:
-        """The part of the store for the process groups of the current epoch. No earlier epoch has keys there.
+        """Return the part of the store for the process groups of the current epoch. No earlier epoch has keys there.
 
-        It has a connection of its own, which may be broken.
+        The result has a connection of its own, which may be broken (`connections`).
         """
         assert self.epoch is not None, "no epoch yet"
         return PrefixStore(f"of_epoch/{self.epoch.number}", self._whole.clone())
 
     def accept_losses(self, accepts: bool = True) -> None:
-        """Tell the launcher whether the job goes on when a process is lost. Until it is told, it ends the job."""
+        """Tell the launcher whether the job continues when a process is lost. An untold launcher ends the job."""
         key = f"{LAUNCHER}/{ACCEPTS_LOSSES}"
         self._ask(lambda: self._root.set(key, "yes" if accepts else "no"))
 
@@ -317,7 +321,7 @@ class Membership(StoreThread):
         return epoch_of(number, json.loads(self._store.get(f"epoch/{number}")))
 
     def _enter(self, epoch: Epoch, members: tuple[Member, ...]) -> None:
-        """Make `epoch` the current one. The process ends if it is not in it."""
+        """Make `epoch` the current one. End this process if `epoch` does not have it."""
         left_out = [member for member in self._members.values() if member not in members] if self.epoch else []
         if self._me not in members:
             others = f"the others went on with epoch {epoch.number} without it" if members else "no rank could go on"
@@ -327,7 +331,7 @@ class Membership(StoreThread):
             raise OnThisRank(sentence)
         for member in left_out:
             reason = epoch.lost[member.rank]
-            if not reason.startswith(HAS_LEFT):  # a launcher ends what is there of it
+            if not reason.startswith(HAS_LEFT):  # the launcher ends the process if it still runs
                 self._root.set(f"{LAUNCHER}/{out_of(member.launcher, member.process)}", reason)
         self._former |= self._members.keys()
         self._members = {member.token: member for member in members}
@@ -352,7 +356,7 @@ class Membership(StoreThread):
             self._enter(*self._read(number))
 
     def _in_ring(self) -> list[Member]:
-        """The other processes of the epoch, from the next rank on."""
+        """Return the other processes of the epoch in ring order, from the next rank on."""
         others = sorted(self._members.values())
         place = others.index(self._me)
         return others[place + 1 :] + others[:place]
@@ -377,7 +381,7 @@ class Membership(StoreThread):
         return self._lookout.why_lost(member, is_awaited=self._arrival is not None or self._wants == "join")
 
     def _asking(self) -> list[Member]:
-        """The latest processes that ask to be taken in for ranks that have none."""
+        """Return, for each rank without a process, the latest process that asks to be taken in."""
         if not self._store.check(["joins"]):
             return []
         lines = self._store.get("joins").decode().splitlines()
@@ -401,7 +405,10 @@ class Membership(StoreThread):
             self._on_alarm(self.alarm)
 
     def _try_to_decide(self) -> None:
-        """Arrive, and look whether all have. The lowest rank looks often; the others in case it is lost."""
+        """Write this process's arrival, and decide the next epoch once the log allows it.
+
+        The lowest rank reads the log often. The others read it rarely, in case the lowest rank is lost.
+        """
         if not self._has_arrived:
             self._append(self._arrival)
             self._has_arrived = True

@@ -1,10 +1,10 @@
-"""A thread with a connection of its own to the job's store, which looks at the store again and again.
+"""A thread that reads the job's store again and again over a connection of its own.
 
-Problem: a connection to the store carries one question at a time, and a question may block its thread for ever if the
+Problem: a connection to the store carries one question at a time, and a question may block its thread forever if the
 host of the store is down. A process that has to give signs of life can afford neither.
 
-Solution: only this thread uses its connection, and it asks only what the store answers at once. Other threads hand it
-their questions and wait for the answers with a time limit.
+Solution: only this thread uses the connection, and it asks only questions that the store answers at once. Other threads
+pass their questions to this thread and wait for the answers with a time limit.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class StoreThread(abc.ABC):
 
     Args:
         store: the job's store, or a part of it.
-        prefix: of the keys of this object.
-        name: of this process in messages.
+        prefix: the prefix of this object's keys.
+        name: the name of this process in messages.
         store_host: the rank whose process hosts the store, if no launcher does.
 
-    Raises ValueError if this torch has no second connection to a store.
+    Raises ValueError if this version of torch cannot open a second connection to a store.
     """
 
     def __init__(self, store: Store, prefix: str, *, name: str, store_host: int) -> None:
@@ -71,11 +71,11 @@ class StoreThread(abc.ABC):
 
     @abc.abstractmethod
     def _say_goodbye(self) -> None:
-        """Called last, unless the thread fails."""
+        """Tell the other processes that this one leaves. Called last, unless the thread fails."""
 
     @abc.abstractmethod
     def _why_not(self) -> str:
-        """What to add to the error of a wait that has timed out: nothing, or "; " and the reason."""
+        """Return the end of the error of a wait that has timed out: empty, or "; " and the reason."""
 
     def _answer(self) -> None:
         """Answer the other threads' questions."""
@@ -120,18 +120,21 @@ class StoreThread(abc.ABC):
         self._thread.join(PATIENCE)
 
     def wake(self) -> None:
-        """Have the thread look now."""
+        """Make the thread look at the store now."""
         self._wakes.set()
 
     def ask(self, question: Callable[[Store], Any]) -> Any:
-        """Have the thread ask this object's part of the store something that it answers at once.
+        """Return the answer of this object's part of the store to a question, which the thread asks.
 
-        Raises OnThisRank if the store is gone, or does not answer in time.
+        The store must answer the question at once. Raises OnThisRank if the store is gone, or does not answer in time.
         """
         return self._ask(lambda: question(self._store))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """Have the thread ask the store. Raises OnThisRank if the store is gone, or does not answer in time."""
+        """Call `question` on the thread and return its result.
+
+        Raises OnThisRank if the store is gone, or does not answer in time.
+        """
         answer: Future = Future()
         with self._changed:
             self._asks.append((question, answer))
@@ -140,7 +143,10 @@ class StoreThread(abc.ABC):
         return answer.result()
 
     def _wait(self, is_done: Callable[[], bool], timeout: float, doing: str) -> None:
-        """Wait until the thread has done something. Raises OnThisRank if it fails, or after `timeout` seconds."""
+        """Wait until `is_done()`. Raises OnThisRank if the thread fails, or after `timeout` seconds.
+
+        `doing`: the purpose of the wait, for the error.
+        """
         with self._changed:
             self._changed.wait_for(lambda: is_done() or self._error is not None, timeout)
         if self._error is not None:

@@ -93,8 +93,8 @@ class Channels:
     Args:
         ranks: global ranks of the pipeline, by pipeline rank.
         rank_of_stage: stage -> pipeline rank.
-        edges: the edges between stages; none: a chain.
-        copies: the copy of a stage of the model that each stage is, for names and pairs; none: there are no copies.
+        edges: the edges between stages; empty: a chain.
+        copies: for each stage, the copy of a model's stage that it is, for names and pairs; empty: there are no copies.
         rank: the pipeline rank of this process.
         stages: the stages of this rank, by their numbers in the program.
         timeout: how long a transfer may take.
@@ -161,7 +161,7 @@ class Channels:
             key = kind, own, self._graph.named_peer(Instruction(kind, own), peer)
             name = f"{scope}/{letter}/{source}-{destination}"
             link = link_class(name, sends=sends, on_error=partial(self._broken, key), **options)
-            spec = None  # of each transfer; a stage of a graph has several
+            spec = None  # a stage of a graph gives one with each transfer
             if not isinstance(stage, GraphStage):
                 spec = stage.output_spec if peer > own else stage.input_spec
             self._links[key], self._peers[key] = (link, spec), peer
@@ -338,7 +338,7 @@ class Channels:
         return None
 
     def num_unread_sends(self) -> int:
-        """Return the number of sent tensors whose storage is still held because the peer has not read them."""
+        """Return the number of sent tensors whose storage this rank still holds, because the peer has not read them."""
         return sum(link.num_unread() for key, (link, _) in self._links.items() if key[0] in SENDS)
 
     def abandon(self, timeout: float) -> None:
@@ -358,7 +358,7 @@ class Channels:
         """
         self._streams.finish(self._streams.record())
         if self._ahead:
-            meets(self._store, self._end, len(self._ranks), timeout)  # the other end may fail once one leaves a group
+            meets(self._store, self._end, len(self._ranks), timeout)  # a rank that leaves a group may fail its peer
         for link, _ in self._links.values():
             link.close(timeout)
         self._links.clear()

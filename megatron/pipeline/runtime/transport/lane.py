@@ -1,4 +1,4 @@
-"""A lane: calls in order on one thread, beside the computation.
+"""A lane: a background thread that runs calls in order, beside the computation.
 
 Problem: copies, moves of activations, updates on the host and reductions take time in which a rank should compute. Each
 kind has its own order.
@@ -14,11 +14,11 @@ a call returns when both hosts have reached the move and the move is queued on t
 for that. Its stream waits until the device has done the move (`follow`), and the tensors that the move reads are held
 until then.
 
-**The chain** is another: the reductions between the last backward of a batch and its step. They depend on other ranks,
-so the pipeline would stall after every batch if the main thread waited where the program posts them. All ranks run them
-in the order of the program, so all members of a group start its collectives in the same order. The main thread waits
-only where it needs the result, as in STEP. On CUDA the lane's stream waits before each reduction for the work that the
-compute stream had received when the reduction was posted.
+**The chain** is another lane. It runs the reductions between the last backward of a batch and its step. Reductions
+depend on other ranks, so the pipeline would stall after every batch if the main thread waited where the program posts
+them. All ranks run the reductions in the order of the program, so all members of a group start its collectives in the
+same order. The main thread waits only where it needs the result, as in STEP. On CUDA the lane's stream waits before
+each reduction for the work that the compute stream had received when the reduction was posted.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LaneThread:
     ) -> None:
         """Queue `ready` and then `call` behind earlier requests. The request is complete when `call` has returned.
 
-        In a trace it begins when `ready` has returned. Raises the error of an earlier call.
+        In a trace the call begins when `ready` has returned. Raises the error of an earlier call.
         """
         self.raise_error()
         if self._thread is None:
@@ -118,7 +118,10 @@ class LaneThread:
             self._thread = None
 
     def abandon(self, timeout: float) -> bool:
-        """Stop the thread without its requests, whose waits fail. Return whether it has ended within `timeout` s."""
+        """Stop the thread after the connections broke, so that its requests fail.
+
+        Returns whether the thread has ended within `timeout` seconds.
+        """
         thread = self._thread
         self.close(timeout)
         return thread is None or not thread.is_alive()
@@ -237,7 +240,7 @@ class Chain(LaneThread):
         self._done: Event = None  # the end of the last reduction on the device
 
     def post(self, instruction: Instruction, call: Callable[[], None]) -> None:
-        """Run `call` behind all reductions posted before. Raises the error of an earlier one."""
+        """Run `call` after all reductions posted before. Raises the error of an earlier reduction."""
         given = self._streams.record()
         self.request(instruction, call, ready=lambda: self._streams.wait(given))
         self._posted[instruction.version] = self.num_requested
@@ -245,7 +248,7 @@ class Chain(LaneThread):
     def wait_for(self, version: int) -> None:
         """Wait until the reductions posted for `version` are done; on CUDA the current stream waits for them as well.
 
-        Raises the error of a reduction that failed, or TimeoutError with the one that has not ended.
+        Raises the error of a reduction that failed, or TimeoutError with the name of the one that has not ended.
         """
         count = self._posted.pop(version, 0)
         if self.num_complete < count and not self.wait(count, self._timeout):
@@ -260,7 +263,7 @@ class Chain(LaneThread):
         super().close(self._timeout if timeout is None else timeout)
 
     def is_done(self, version: int) -> bool:
-        """Whether all reductions posted for `version` are done, so that `wait_for` would not wait."""
+        """Return whether all reductions posted for `version` are done, so that `wait_for` would not wait."""
         return self.num_complete >= self._posted.get(version, 0)
 
     def _carry_out(self, *posted: Any) -> None:

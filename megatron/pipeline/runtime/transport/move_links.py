@@ -60,7 +60,7 @@ class GlooMoveLink:
         return int(size.item())
 
     def close(self) -> None:
-        """End the link's groups. Called when all moves are done. gloo's end with their last reference."""
+        """End the link's groups. Called when all moves are done. A gloo group ends with its last reference."""
 
 
 class HostStagedMoveLink(GlooMoveLink):
