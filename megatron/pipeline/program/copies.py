@@ -30,8 +30,9 @@ class Copy(NamedTuple):
     Attributes:
         stage: the stage of the model.
         positions: the positions in a batch of the microbatches that the copy takes, ascending. With n positions over
-            all copies of the stage, a microbatch at position n + 1 of a batch is taken like that at position 1.
-        pair: the stage of the program with which it exchanges saved activations; None: it moves none to another rank.
+            all copies of the stage, the copy that takes position i of a batch also takes positions i + n, i + 2n, ...
+        pair: the stage of the program with which the copy exchanges saved activations; None: it moves none to another
+            rank.
     """
 
     stage: int
@@ -82,7 +83,7 @@ class Share(NamedTuple):
     """The share of a copy in each batch.
 
     Attributes:
-        positions: the positions in a batch of the microbatches that it takes, ascending.
+        positions: the positions in a batch of the microbatches that the copy takes, ascending.
         num_positions: the number of positions over all copies of the stage.
     """
 
@@ -94,7 +95,7 @@ class Share(NamedTuple):
         return position % self.num_positions in self.positions
 
     def position_of(self, number: int) -> int:
-        """Return the position of the copy's microbatch of this number, both counted on over batches."""
+        """Return the position of the copy's microbatch `number`; both are counted over all batches, from 0."""
         batches, place = divmod(number, len(self.positions))
         return batches * self.num_positions + self.positions[place]
 
@@ -105,7 +106,7 @@ def share_of(copies: Sequence[Copy], stage: int) -> Share | None:
 
 
 def pair_stages_of(copies: Sequence[Copy]) -> tuple[int, ...]:
-    """Return the pair of each stage that is a copy; the stage itself where it has none."""
+    """Return the pair stage of each stage; the stage itself if it has none."""
     return tuple(number if copy.pair is None else copy.pair for number, copy in enumerate(copies))
 
 
@@ -156,7 +157,7 @@ def graph_of_model(copies: Sequence[Copy], edges: Iterable[Edge]) -> StageGraph:
 
 
 class PeersOfCopy:
-    """With which copies a copy exchanges the tensors of each microbatch: one of each neighbouring stage of the model.
+    """The copies with which one copy exchanges the tensors of each microbatch: one for each neighbouring model stage.
 
     Args:
         copies: the copy that each stage of a program is.
@@ -181,7 +182,7 @@ class PeersOfCopy:
 
 
 def ranks_of_copies(copies: Sequence[Copy], rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold copies of the stages of a rank, ascending, with the rank itself.
+    """Return the ranks that hold copies of the stages of a rank, ascending, including the rank itself.
 
     Raises:
         ValueError: the stages of the rank have copies on different ranks.
@@ -216,9 +217,9 @@ def graph_of_copies(copies: Sequence[Copy], num_stages: int, edges: Sequence[Edg
 
 
 def groups_of_copies(copies: Sequence[Copy], rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """Return for each stage the lowest stage of the model on its rank: a number for the ranks that share gradients.
+    """Return for each stage the lowest stage of the model on its rank, which numbers the groups that share gradients.
 
-    Ranks with a copy of one stage of the model have copies of the same ones (`validate_copies`).
+    Two ranks that hold copies of one stage of the model hold copies of the same stages (`validate_copies`).
     """
     lowest = [min(copies[stage].stage for stage in stages) for stages in stages_by_rank(rank_of_stage)]
     return tuple(lowest[rank] for rank in rank_of_stage)
@@ -235,7 +236,7 @@ def numbered(copies: Sequence[Copy]) -> tuple[tuple[int, int], ...]:
 
 
 def validate_copies(copies: Sequence[Copy], edges: Sequence[Edge], rank_of_stage: Sequence[int]) -> None:
-    """Raise ValueError unless the copies of each stage of the model share the microbatches of a batch among them.
+    """Raise ValueError unless the copies of each stage of the model share out the microbatches of a batch.
 
     Args:
         copies: the copy that each stage of a program is.
@@ -292,7 +293,7 @@ def _require_shares(copies: Sequence[Copy]) -> None:
 
 
 def _require_groups(copies: Sequence[Copy], rank_of_stage: Sequence[int]) -> None:
-    """Raise ValueError unless ranks with a copy of one stage of the model have copies of the same ones, each once."""
+    """Raise ValueError unless two ranks with copies of one stage of the model hold the same stages, each once."""
     first: dict[int, tuple[int, list[int]]] = {}
     for rank, own in enumerate(stages_by_rank(rank_of_stage)):
         held = sorted(copies[stage].stage for stage in own)

@@ -112,7 +112,7 @@ _OF_COMPLETION: dict[str, Callable[[str], int]] = {"fill": _integer, "period": _
 _NOTES = _OF_COMPLETION | {"tensor": _count, "data": _count}
 
 
-# The keys that are written only if their value is given and not empty. Zero microbatches are a value.
+# The keys that are written only if their value is given and not empty. 0 counts as given.
 _OF_FEW = (
     "edges", "not_recomputed", "kept", "tied_stage", "residency", "unread", "provisional_microbatches",
     "reduce_partial", "copies", "optimistic",
@@ -131,7 +131,7 @@ def _write_value(value: Any) -> str:
 
 
 FACTS_OF_RUN = ("tied_embeddings", "data_parallel")
-"""What rows without updates may leave to the run that reads them."""
+"""The facts that a program without updates may leave to the run that reads the program."""
 
 
 def to_csv(
@@ -139,7 +139,7 @@ def to_csv(
 ) -> str:
     """Write a program as the text that `Program.from_csv` reads.
 
-    `leave_out` are facts that are not written, `notes` what `read_notes` reads.
+    `leave_out` names the facts that are not written. `notes` are written for `read_notes`.
     """
 
     def says_something(value: Any) -> bool:  # 0 does, although it equals False
@@ -220,7 +220,7 @@ def read_csv(text: str, **given: Any) -> dict[str, Any]:
 
 
 def _num_left_out(rows: Rows, stated: Mapping[str, Any]) -> int:
-    """Return the number of last ranks without a line: copies that take no microbatch of a small evaluation."""
+    """Return the number of last ranks without a line: their copies take no microbatch of a small evaluation."""
     num_ranks = max(stated.get("rank_of_stage") or (0,)) + 1
     return max(0, num_ranks - len(rows)) if num_ranks <= len(stated.get("copies", ())) else 0
 
@@ -229,8 +229,8 @@ def read_notes(text: str) -> dict[str, int]:
     """Return the notes of a text on the run that its program is meant for; a note that the text lacks is left out.
 
     `fill` is the number of batches before the rows start to repeat, and `period` the number of batches in a repetition.
-    `tensor` and `data` are the tensor and data parallel degrees of the job. `receives_ahead` is how many computations
-    an added receive stands ahead of the one that needs the tensor.
+    `tensor` and `data` are the tensor and data parallel degrees of the job. `receives_ahead` is the number of
+    computations by which an added receive stands before the computation that needs the tensor.
 
     Raises:
         ValueError: a leading line is not understood.

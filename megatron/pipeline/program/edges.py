@@ -163,7 +163,7 @@ class StageGraph:
     def depth(self, stage: int) -> int:
         """Return the number of edges on the longest path from a stage to the end (FTPipe, section 4.2).
 
-        Under 1F1B the stage is as many forwards ahead of its backwards.
+        Under 1F1B the stage runs this many forwards ahead of its backwards.
         """
         return self._depths[stage]
 
@@ -242,7 +242,7 @@ def rank_of_stage(placement: str, num_ranks: int, num_virtual_stages: int) -> tu
         num_virtual_stages: the number of stages on each rank.
 
     Raises:
-        ValueError: the placement is unknown, or it uses another number of ranks or stages.
+        ValueError: the placement is unknown, or it does not place this number of stages on this number of ranks.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"there is no placement {placement!r}; choose from {', '.join(PLACEMENTS)}")

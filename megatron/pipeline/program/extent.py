@@ -22,7 +22,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 
 
 class Stages:
-    """What follows from the `rank_of_stage`, `edges` and `copies` of a program or a timeline."""
+    """The properties of a program or a timeline that follow from its `rank_of_stage`, `edges` and `copies`."""
 
     rank_of_stage: tuple[int, ...]
     edges: tuple[Edge, ...]
@@ -50,7 +50,7 @@ class Stages:
 
 
 class Tied:
-    """What follows from the `rank_of_stage`, `tied_embeddings` and `tied_stage` of a program or schedule."""
+    """The properties of a program or a schedule that follow from its tied embeddings."""
 
     rank_of_stage: tuple[int, ...]
     tied_embeddings: bool
@@ -104,7 +104,7 @@ class Extent(Stages, Tied):
         batches: the number of microbatches of each batch of the program.
         weights: the weight policy.
         first_batch, first_microbatch: the numbers, counted over the whole run, of the first batch and microbatch.
-        edges: which stages hand tensors to which; empty: a chain, with copies one of the model's stages.
+        edges: which stages hand tensors to which; empty: the stages (with copies, the model's stages) form a chain.
         recompute: whether a recompute precedes each backward.
         not_recomputed: the stages without recompute in a program that recomputes.
         kept: the microbatches without recompute at the other stages.
@@ -120,8 +120,8 @@ class Extent(Stages, Tied):
         forward_only: the program evaluates: it has forwards at the newest entry version, no backwards and no updates.
         copies: of which stage of the model each stage is a copy, and which microbatches it takes; empty: each stage is
             a stage of the model, and takes all. With copies, `tied_stage` is a stage of the model.
-        optimistic: each rank steps before the norm of all gradients is known, as if it changed nothing, and VALIDATEs
-            the step in the next batch.
+        optimistic: each rank steps before the norm of all gradients is known, as if the norm clipped nothing, and
+            VALIDATEs the step in the next batch.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -157,7 +157,7 @@ class Extent(Stages, Tied):
         return 0 <= stage <= last and 0 <= other <= last and self.rank_of_stage[stage] != self.rank_of_stage[other]
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a recompute precedes each backward of the stage, but those of the `kept` microbatches."""
+        """Whether a recompute precedes each backward of the stage, except for the `kept` microbatches."""
         return self.recompute and stage not in self.not_recomputed
 
     def keeps(self, stage: int) -> frozenset[int]:
@@ -199,7 +199,7 @@ class Extent(Stages, Tied):
         return max(copy.stage for copy in self.copies) if self.tied_stage is None else self.tied_stage
 
     def takes(self, stage: int, microbatch: int) -> bool:
-        """Whether a stage takes a microbatch of this program, which a copy of it takes otherwise."""
+        """Whether a stage takes a microbatch of this program; if not, another copy of the stage takes it."""
         return not self.copies or microbatch - self.first_microbatch in self._taken[stage]
 
     def carries(self, stage: int, other: int, microbatch: int) -> bool:
@@ -309,7 +309,7 @@ class Extent(Stages, Tied):
         return self.batches[batch - self.first_batch] - self.unread[stage]
 
     def reads_ties(self, stage: int) -> bool:
-        """Whether the predictions of a stage read a gradient of tied embeddings of which another rank has a part."""
+        """Whether the predictions of a stage read a tied-embedding gradient to which another rank contributes."""
         return self.provisional_microbatches != 0 and self.ties_ranks and stage in self.tied_stages
 
     def num_read_of_ties(self, batch: int) -> int:
@@ -320,7 +320,6 @@ class Extent(Stages, Tied):
     def entry_versions(self) -> tuple[int, ...]:
         """The weight versions that are alive at the start, ascending.
 
-        These are the newest version and, unless the run begins here, as many before it as the delay of the policy.
-        Under 2bw this is one more version.
+        These are the newest version and, unless the run begins here, the `delay` versions before it: one under 2bw.
         """
         return self.weights.entry_versions(self.first_batch)

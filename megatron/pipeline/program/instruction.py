@@ -39,12 +39,12 @@ class Kind(str, Enum):
     RELOAD = "RELOAD"  # copy that input back to the device
     SWAP_OUT = "SWAP_OUT"  # copy the saved activations of a microbatch to the host, and free them
     SWAP_IN = "SWAP_IN"  # copy them back to the device
-    REDUCE_GRAD = "REDUCE_GRAD"  # the next three make the chain that leads to a version
+    REDUCE_GRAD = "REDUCE_GRAD"  # REDUCE_GRAD, REDUCE_EMBED and REDUCE_NORM are the update chain of a version
     REDUCE_EMBED = "REDUCE_EMBED"
     REDUCE_NORM = "REDUCE_NORM"
     STEP = "STEP"  # wait for the chain, then make the version
-    VALIDATE = "VALIDATE"  # wait for the norm of a step that was taken before it, and accept the step or not
-    ROLLBACK = "ROLLBACK"  # undo a step that was not accepted, with what came behind it, and take the right one
+    VALIDATE = "VALIDATE"  # wait for the norm of a step that did not wait for it, and accept or reject the step
+    ROLLBACK = "ROLLBACK"  # undo a rejected step and what followed it, and take the right step
     HOLD = "HOLD"  # copy the gradients accumulated so far, for the prediction of a version
     REDUCE_PARTIAL = "REDUCE_PARTIAL"  # reduce that copy over the replicas
     REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"  # reduce the tied embeddings' gradients for a prediction
@@ -129,20 +129,22 @@ class Word:
             bar as wide as its time.
         lane, subject: see the classes.
         needs, makes: the kind of tensor that a computation takes from other stages, and the kind that it hands on.
-        uses_saved: it reads the saved activations of its microbatch, so these have to be at the stage.
-        adds_gradients: it adds the gradients of its microbatch to those of the weights, and so ends the backward.
-        saved: the change in the number of microbatches that the stage saves; +1 counts from its start, -1 from its end.
-        keeps: the gradients that it copies for a prediction, `gradients` or `tied_gradients`; these are the attributes
-            of `simulate.memory_curve.MemorySizes` with their bytes.
-        frees_gradients: the gradients that lead to its version are not needed behind the last such word of the version.
-        is_prediction: it makes a prediction, and frees the copied gradients at its end.
-        deferred: the change, at its end, in the number of microbatches between the halves of a split backward.
-        of_pair: the activations that a move carries belong to the pair stage.
+        uses_saved: whether the word reads the saved activations of its microbatch, which then have to be at the stage.
+        adds_gradients: whether the word accumulates its microbatch's weight gradients, which ends the backward.
+        saved: the change in the number of microbatches that the stage saves. +1 counts from the start of the word, -1
+            from its end.
+        keeps: the gradients that the word copies for a prediction, `gradients` or `tied_gradients`: the attribute of
+            `simulate.memory_curve.MemorySizes` with their bytes.
+        frees_gradients: whether the last such word of a version ends the use of the gradients that make the version.
+        is_prediction: whether the word makes a prediction, and frees the copied gradients at its end.
+        deferred: the change, at the end of the word, in the number of microbatches between the two halves of a split
+            backward.
+        of_pair: whether the activations that a move carries belong to the pair stage.
         sends, receives: the kind of tensor that a transfer sends, or receives.
         other_end: the word at the other end of a transfer or a move.
         members: the ranks that take part in a reduction.
-        awaits: the words that it waits for. It waits for those of the same stage, with the same version or microbatch,
-            that stand before it in its row. In addition, every lane carries out its words in the order of the row.
+        awaits: the words that this word waits for, if they stand before it in its row, for the same stage and the same
+            version or microbatch. In addition, every lane carries out its words in the order of the row.
     """
 
     name: str
@@ -301,7 +303,7 @@ BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # a rank carries out one o
 UPDATES = kinds(lambda word: word.subject is Subject.UPDATE)
 COMPUTATIONS = BUSY - UPDATES
 OWN_UPDATES = BUSY & UPDATES
-AWAITS_REDUCTIONS = OWN_UPDATES - kinds(lambda word: word.keeps)  # for those of its version that stand before it
+AWAITS_REDUCTIONS = OWN_UPDATES - kinds(lambda word: word.keeps)  # reductions of its version, earlier in the row
 MOVES = kinds(lambda word: word.lane is Lane.MOVES)
 OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # the evictor's ends of moves
 EVICTIONS = kinds(lambda word: word.lane is Lane.MOVES and word.saved < 0 and not word.of_pair)
@@ -371,7 +373,7 @@ class Instruction:
         return f"{self.stage}{self.kind.value}{microbatch}{version}{self.ahead}{peer}"
 
     def shifted(self, *, microbatches: int, versions: int) -> Instruction:
-        """Return the same instruction at a later place in the run."""
+        """Return the instruction with `microbatches` added to its microbatch and `versions` to its version."""
         return Instruction(
             self.kind,
             self.stage,

@@ -1,9 +1,9 @@
 """The rules for words that are carried out beside the row; everything that executes programs follows them.
 
 **Moves to the pair stage.** BPipe (section 3.2) pairs stage x, which saves many microbatches, with stage p-1-x, which
-saves few. Frozen stages save nothing and have no pair stage, so pairs are counted among the other stages: behind k
-frozen stages, of a other stages, stage k+x is paired with stage k+a-1-x. A stage that is a copy names its pair stage,
-or has none (`program.copies`). Four instructions move the activations of a microbatch between the two stages:
+saves few. Frozen stages save nothing and have no pair stage, so pairs are counted among the other stages: with k
+frozen stages and a others, stage k+x is paired with stage k+a-1-x. A stage that is a copy names its pair stage, or has
+none (`program.copies`). Four instructions move the activations of a microbatch between the two stages:
 
     0EVICT3  -> 3ACCEPT3     from the evictor to the acceptor
     0LOAD3   <- 3RETURN3     and back
@@ -62,8 +62,9 @@ SWAP_OUT of its microbatch, and R, B and I for the SWAP_IN. There are four more 
 
 EVICT and LOAD are no substitute for OFFLOAD and RELOAD. An EVICT moves everything that a microbatch saves to another
 rank, which has to take part. An OFFLOAD moves only the input of a microbatch, and no other rank takes part. A SWAP_OUT
-moves everything, and no other rank takes part. So each word has one meaning, and a program has one pair of them:
-`Residency.stash` determines whether it may have OFFLOAD, and the other two need weights on the device.
+moves everything, and no other rank takes part. So each pair of words has one meaning, and a program has one of the
+three pairs. `Residency.stash` determines whether it may have OFFLOAD and RELOAD. The other two pairs need weights on
+the device.
 
 No word waits for a word behind it in its row. So lanes alone cannot form a circle: every wait within a rank leads to an
 earlier place in the row. A circle has to include another rank. Ranks wait for each other only in their rows, for
@@ -330,7 +331,10 @@ class LaneOrder:
         return *last, *self._moved.values(), *self._stored, *offloads
 
     def _of_stash(self, instruction: Instruction) -> list[int]:
-        """Return the copies of its microbatch that an instruction waits for; for a forward, copies of others, too."""
+        """Return the numbers of the copies to or from the host that an instruction waits for.
+
+        A forward and a SWAP_IN also wait for copies of other microbatches.
+        """
         words = [other for other in instruction.kind.row.awaits if other in STASH_WORDS]
         found = (self._moved.pop((other, instruction.stage, instruction.microbatch), None) for other in words)
         needed = [number for number in found if number is not None]

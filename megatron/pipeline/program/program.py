@@ -2,10 +2,10 @@
 
 A row holds the instructions of one rank in order, without bubbles. Only the simulator and the runtime deal with time.
 
-A `PeriodicProgram` describes a run of any number of equal batches by the rows of a few. Once a pipeline that never
-drains has filled, it repeats the same instructions for every batch, with later microbatches and versions. So a long run
-consists of its fill, of one period that repeats, and of its drain. A proof about these three parts holds for every
-number of batches.
+A `PeriodicProgram` describes a run of any number of equal batches by the rows of a few batches. Once a pipeline that
+never drains has filled, it repeats the same instructions for every batch, with later microbatches and versions. So a
+long run consists of its fill, of one period that repeats, and of its drain. A proof about these three parts holds for
+every number of batches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Program(Extent):
 
     @property
     def num_offloads(self) -> tuple[int, ...]:
-        """For each stage, the number of microbatches of which something waits on the host: input, or activations."""
+        """For each stage, the number of microbatches whose input or saved activations wait on the host."""
         return self._count(OFFLOADS)
 
     def _count(self, kinds: frozenset[Kind]) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Program(Extent):
 
 
 def shifted_row(row: Iterable[Instruction], *, microbatches: int, versions: int) -> Row:
-    """Return the same row at a later place in the run."""
+    """Return the row with `microbatches` added to its microbatch numbers and `versions` to its weight versions."""
     if not (microbatches or versions):
         return tuple(row)
     return tuple(instruction.shifted(microbatches=microbatches, versions=versions) for instruction in row)

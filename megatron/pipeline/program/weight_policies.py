@@ -1,7 +1,7 @@
 """The weight policies: which weights a batch uses, and when new weights are made.
 
 A pipeline that does not drain between batches begins a batch while the batch before it is under way. So a policy has to
-say which weights each of them uses. Batches and versions are numbered over the whole training run. Version 0 is the
+say which weights each batch uses. Batches and versions are numbered over the whole training run. Version 0 is the
 initial one, and STEP@v makes version v from the gradients of batch v-1.
 
     policy              batch j uses                STEP@v stands                  live versions    source
@@ -179,7 +179,7 @@ class WeightPolicy:
         return tuple(range(max(first_batch - (self.delay or 0), 0), first_batch + 1))
 
     def settling_batches(self, in_flight: int) -> int:
-        """Return how many batches before a batch can affect its segment and a drain after it.
+        """Return how many of the batches before a batch can affect its segment and a drain after it.
 
         With a fixed delay this is the delay: the oldest of these batches is stepped in the segment. A delay of 0 leaves
         no such batch. If each stage uses its newest version, two groups of batches matter. The first group has its

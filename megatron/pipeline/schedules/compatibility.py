@@ -195,7 +195,7 @@ class TooManyRead(ValueError):
         self.wanted, self.reason = wanted, reason
 
     def under(self, name: str) -> ValueError:
-        """Return an error with the same reason, for a caller that has another name for the choice."""
+        """Return an error with the same reason that calls the choice `name`, such as the name of a flag."""
         return ValueError(f"{name} {self.wanted}: {self.reason}")
 
 
@@ -266,7 +266,7 @@ def validate_batch(schedule: PipelineSchedule, order: Order, num_microbatches: i
 
 
 def require_known_norm(weights: WeightPolicy, name: str, *, norm_decides: bool) -> None:
-    """Raise ValueError if each stage steps alone, although the norm of all gradients decides about the steps."""
+    """Raise ValueError if each stage steps alone, although its step depends on the norm of all gradients."""
     if weights.updates_alone and norm_decides:
         raise ValueError(
             f"under {name} every stage steps before the norm of all gradients and any overflow are known, and here "

@@ -1,4 +1,4 @@
-"""Complete a program that a user brings: the passes add the instructions that its rows leave out.
+"""Complete a program that a user wrote: the passes add the instructions that its rows leave out.
 
 Rows that contain only computations are an order, such as those in compute-only files of torch.distributed.pipelining.
 The passes complete them like any other order. A pass is skipped if the rows already have its instructions, so these
@@ -37,7 +37,7 @@ def completed(
     Args:
         program: a program from a drained state to a drained state.
         fill, period: how the rows repeat (see `continuation.Repetition`); None: to be found.
-        receives_ahead: how many computations an added receive stands ahead of the one that needs the tensor.
+        receives_ahead: an added receive stands this many computations before the one that needs the tensor.
 
     Raises:
         ProgramError: the rows are wrong, before or after their completion.

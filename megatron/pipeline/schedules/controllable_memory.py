@@ -11,8 +11,8 @@ upper stage:
     V-Min    r     2p - 1 - r   2p + r + c         4p - 1 - r + c     c = (2 - 2p) mod 6
 
 Without the wait c, computations of a rank would collide, except that V-Min with p = 3k + 2 needs none. There the wait
-takes no memory and makes the bubble smaller. A rank of V-Half holds 2 floor((p + 2) / 2) microbatches at its two
-stages, one of V-Min 2 floor((p + 4) / 3), one of ZB-V 2p.
+takes no memory and makes the bubble smaller. At its two stages a rank of V-Half holds 2 floor((p + 2) / 2)
+microbatches, a rank of V-Min 2 floor((p + 4) / 3), and a rank of ZB-V 2p.
 
 Repeated blocks leave units free at both ends of a batch, so there the order is *squeezed*: a free rank takes the first
 computation of its row whose input is there, if all that it overtakes still fits into the memory. Behind the last
@@ -38,7 +38,7 @@ _PERIOD = 6  # units of work of a rank for one microbatch
 _FA, _FB, _IB, _IA, _WB, _WA = range(_PERIOD)  # a W is two places behind its I
 _COMPUTATIONS = forward, forward, backward_input, backward_input, backward_weight, backward_weight
 _Block = tuple[int, int, int, int]
-"""When a rank does Fa, Fb, Ib and Ia of microbatch 0."""
+"""The times at which a rank computes Fa, Fb, Ib and Ia of microbatch 0."""
 _Turn = tuple[int, int]
 """A computation, from `_FA` to `_WA`, and its microbatch."""
 
@@ -130,7 +130,7 @@ def _most_held(blocks: tuple[_Block, ...]) -> int:
     most = 0
     for block in blocks:
         held = 0
-        for _, (kind, _) in _repeated(block, 2 * len(blocks) + 1):  # a stage holds no microbatch for as many periods
+        for _, (kind, _) in _repeated(block, 2 * len(blocks) + 1):  # no stage holds a microbatch that many periods
             held = _held_after(held, kind)
             most = max(most, held)
     return most
@@ -148,7 +148,7 @@ def _rows(blocks: tuple[_Block, ...], num_microbatches: int, squeezes_all: bool)
     held, now = [0] * num_ranks, 0
 
     def choose(rank: int) -> int | None:
-        """Return the place, among the turns left of a rank, of the one that it takes; None: it waits."""
+        """Return the index in `left[rank]` of the turn that the rank takes; None: the rank waits."""
         row, count, most_before, late, overtaken = left[rank], held[rank], held[rank], None, set()
         begin = row[0][0]
         end = math.inf if squeezes_all or begin >= drain else steady if begin < steady else begin + 1

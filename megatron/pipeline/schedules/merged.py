@@ -1,9 +1,7 @@
-"""Orders that a simulation finds, for several stages on a rank in any placement: the merged ones, and FTPipe's.
+"""Orders that a simulation finds, for several stages on a rank in any placement: merged orders, and FTPipe's order.
 
-The merged orders, for several stages on a rank in any placement (FTPipe, sections 4.1.2 and 4.3).
-
-Each stage keeps the order that it would have alone on a rank. A rank with several stages always takes a computation
-that can start.
+**Merged orders (`Merged`)** (FTPipe, sections 4.1.2 and 4.3). Each stage keeps the order that it would have alone on a
+rank. A rank with several stages always takes a computation that can start.
 
     stage 0 of rank 0   F0 F1 F2  .  .     B0 F3
     stage 2 of rank 0    .  . F0 F1  .  B0    F2 ...
@@ -17,10 +15,9 @@ backward frees saved activations. Among these the lowest microbatch comes first,
 keeps its own order whatever is chosen, so every merge gives the same numbers. By default a forward takes one unit of
 time, and a backward takes two.
 
-The order of FTPipe: the stages of a rank compute in a cycle that repeats with every microbatch.
-
-A stage runs forwards and backwards in turn, and is as many forwards ahead as there are edges from it to the end (Eliad
-et al., 2021, 4.2 and 4.3).
+**The order of FTPipe (`Asynchronous`).** The stages of a rank compute in a cycle that repeats with every microbatch. A
+stage runs forwards and backwards in turn, and is as many forwards ahead as there are edges from it to the end (Eliad et
+al., 2021, 4.2 and 4.3).
 
     rank 0 of 2, with stages 0 and 2 of 4:   0F5 2F4 0B2 2B4 | 0F6 2F5 0B3 2B5 | ...
 
@@ -248,7 +245,7 @@ def _rounds(cycle: Sequence[_Turn], stretch: range, behind: int) -> Iterator[Seg
         ]
 
 
-_Times = dict[tuple[Kind, int], float]  # starts of the computations of a microbatch, in periods after its first one
+_Times = dict[tuple[Kind, int], float]  # starts of a microbatch's computations, in periods after the first start
 
 
 def _mean_times(

@@ -1,4 +1,4 @@
-"""1F1B, and GPipe, the order that it shortens.
+"""The orders GPipe and 1F1B.
 
 GPipe: all forwards of a batch, then all of its backwards (Huang et al., 2019; PipeDream-2BW, Figures 1a and 3).
 

@@ -153,8 +153,9 @@ class Order(ABC):
 
     @property
     def most_behind(self) -> int | None:
-        """The largest distance, in microbatches, from a computation to the newest microbatch that the first stage has
-        begun; None: the distance depends on the number of microbatches.
+        """The largest lag, in microbatches, of a computation behind the newest microbatch that the first stage began.
+
+        None: the lag depends on the number of microbatches.
         """
         return None
 

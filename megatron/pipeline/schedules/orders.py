@@ -33,7 +33,7 @@ ORDERS: dict[str, type[Order]] = {
 
 
 MERGED = {"gpipe": "merged-gpipe", "1f1b": "merged-1f1b"}
-"""Order for one stage on each rank -> order that merges it for several stages on a rank in any placement."""
+"""Order for one stage on each rank -> order that merges it for several stages on a rank, in any placement."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Preset:
         placement: a key of `PLACEMENTS`.
         recompute: a recompute precedes each backward.
         residency: how weights live on the host; None: they live on the device.
-        by_default: a search tries it where nobody names schedules. Not where its rows take long to make and to time.
+        by_default: a search tries the preset if no schedules are named. False if its rows take long to build and to
+            simulate.
     """
 
     order: str

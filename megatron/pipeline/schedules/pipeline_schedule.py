@@ -151,7 +151,7 @@ class PipelineSchedule(Tied, ABC):
 
     @abstractmethod
     def recomputes(self, stage: int) -> bool:
-        """Whether a recompute precedes each backward at the stage, but those of the microbatches that it `keeps`."""
+        """Whether a recompute precedes each backward at the stage, except for the microbatches that it `keeps`."""
 
     def keeps(self, stage: int) -> frozenset[int]:
         """Return the positions in a batch of the microbatches that a stage keeps although it recomputes others."""
@@ -182,7 +182,7 @@ class PipelineSchedule(Tied, ABC):
 
     @abstractmethod
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """Return the last of the `batches` since a drain that determine how the run goes on or drains."""
+        """Return the last ones of the `batches` since a drain, those that determine how the run goes on or drains."""
 
     @abstractmethod
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
@@ -214,7 +214,7 @@ class PipelineSchedule(Tied, ABC):
         return self.balance or self.swaps
 
     def bounds(self, batches: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the bounds on what may be saved, as `check` takes them for a program of these batches."""
+        """Return the bounds on saved microbatches in a program of these batches, as keyword arguments of `check`."""
         return {
             "max_saved": self.max_saved_microbatches(batches), "max_saved_on_rank": self.max_saved_on_rank(batches),
         }  # fmt: skip
@@ -250,8 +250,7 @@ class PipelineSchedule(Tied, ABC):
         return self._build(batches, first_batch, first_microbatch)
 
     def interleaves_batches(self, batches: Sequence[int]) -> bool:
-        """Whether some row of the program of these batches has a backward, or a half of one, behind that of a later
-        batch.
+        """Whether the program of these batches has a backward, or half of one, behind one of a later batch in its row.
 
         Raises:
             ValueError: as for `build`.
@@ -351,9 +350,9 @@ class ProgramStream:
         return self._placed(window, window.drain)
 
     def refused(self) -> Sequence[Row]:
-        """Return what each rank does behind the VALIDATE of the rows returned last, if it refuses the step.
+        """Return the instructions of each rank after the VALIDATE in the rows returned last, if the step is refused.
 
-        These rows are in place of the rest of the rows returned last, and end where they would have ended.
+        They replace the rest of the rows returned last, and end at the same place in the run.
         """
         drains = not self._sizes
         sizes = self._last_sizes if drains else self._sizes
@@ -397,7 +396,7 @@ def _proved(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: i
 
 @lru_cache(maxsize=64)
 def _proved_continuation(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: int, drains: bool) -> Rows:
-    """Build and prove what ranks do if they refuse the step before the last of `batches`, or behind it (`drains`)."""
+    """Build and prove what ranks do if the step before the last of `batches` (`drains`: after it) is refused."""
     built = _proved(schedule, batches, first_batch)
     index = len(batches) - (not drains)
     begins, ends = ([border[place] for border in built.borders] for place in (index, index + 1))

@@ -65,7 +65,7 @@ class ProgramSchedule(PipelineSchedule):
             program: a program with complete rows, or with rows that the passes can complete (see `completion`).
             name: the name for messages and logs.
             fill, period: the number of batches before the rows start to repeat, and in a repetition; None: to be found.
-            receives_ahead: how many computations an added receive stands ahead of the one that needs the tensor.
+            receives_ahead: an added receive stands this many computations before the one that needs the tensor.
 
         Raises:
             ProgramError: the rows are wrong, or cannot be continued; the error names rank, position, instruction and
@@ -233,10 +233,11 @@ class ProgramSchedule(PipelineSchedule):
 
     @property
     def _most_unlike(self) -> int:
-        """The number of batches after a drain up to which each number of batches may end in its own way.
+        """The largest number of batches since a drain for which the drain that follows may have a form of its own.
 
-        These are the batches of the fill and the period, the batches during which the first versions are alive, which
-        the first batches of a run share, and one more batch, because a segment begins with the rest of the part before.
+        This is the sum of the batches of the fill and the period, of the batches during which the first versions are
+        alive, which the first batches of a run share, and of one more batch, because a segment begins with the rest of
+        the part before.
         """
         shared = self.first_settled_batch and self.first_settled_batch + self.report_lag
         return self.repetition.num_fill + self.repetition.num_period + shared + 1
@@ -328,7 +329,7 @@ def read_schedule(
 
     Args:
         path: a CSV file with a row of instructions for each rank.
-        text: its text, where it is known; `path` is then the name for messages alone.
+        text: the text of the file, if the caller has read it; `path` is then only the name in messages.
         recompute: whether a recompute precedes each backward; it is added to rows without updates. None: as in the
             file.
         tied_embeddings: whether the first and another stage share an embedding; None: as in the file.

@@ -1,4 +1,4 @@
-"""A schedule made from choices, and the way from these choices to a program.
+"""A schedule made from choices, which builds programs.
 
 An order says when each stage computes which microbatch. A weight policy says which weights a microbatch uses and when
 they are updated. Flags add recompute, and say which reductions the chain of an update has. `build` turns the choices
@@ -68,19 +68,19 @@ class Schedule(PipelineSchedule):
             Frozen stages save nothing and take no part.
         most_on_device: the most microbatches that a rank saves on its device, over all its stages; the others wait on
             the host. None: all stay.
-        tied_embeddings: the first and another stage share an embedding, so their gradients of it are added up.
+        tied_embeddings: the first and another stage share an embedding, so they add up its gradients.
         tied_stage: that other stage; None: the last.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
         norm_decides: an update depends on all stages together, for example because gradients are clipped by their norm
             or because a loss scale may overflow.
         residency: how weights live on the host; None: they live on the device.
-        provisional_microbatches: if the weights predict, the number of microbatches of the batch before that each
+        provisional_microbatches: if the weights predict, the number of microbatches of the previous batch that each
             prediction reads. None: all whose backwards are done at the stage.
         reduce_partial: if the weights predict, predictions read the sum of the gradients over the replicas, which takes
             one more reduction for each batch.
-        optimistic: each rank steps before the norm of all gradients is known, as if it changed nothing, and validates
-            the step in the next batch; only where batches drain.
-        order_class: the class of `order` in `ORDERS`; another class makes another schedule.
+        optimistic: each rank steps before the norm of all gradients is known, as if the norm clipped nothing, and
+            validates the step in the next batch; only where batches drain.
+        order_class: the class of `order` in `ORDERS`. It is a field, so schedules with different classes are unequal.
 
     Raises:
         ValueError: the choices do not go together.

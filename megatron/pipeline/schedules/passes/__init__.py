@@ -8,7 +8,7 @@ the rows of all ranks at once.
     activations     adds the moves of saved activations between pairs of ranks, and an R before each backward
     updates         adds the reductions after each batch, and the STEPs
     residency       with weights on the host: adds FETCH and FREE, which bring the weights of each stage in time
-    stash           with inputs on the host: adds OFFLOAD and RELOAD, which take inputs there and back
+    stash           with inputs on the host: adds OFFLOAD and RELOAD, which copy inputs to the host and back
     host_updates    with weights on the host, in place of updates: adds reductions, STORE_GRAD, STEP and UPDATE
     predictions     adds PREDICT, HOLD and the reductions of partial gradients
     versions        sets the weight version of each computation

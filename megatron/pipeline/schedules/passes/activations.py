@@ -33,9 +33,10 @@ The acceptor requests its ends of all moves of a segment at the beginning of the
 after another in the background (see `program.lane_order`). So the acceptor is never late, and a move takes memory only
 after as much has been freed.
 
-**Swaps (`add_swaps`).** Keep at most a given number of microbatches on the device of a rank, and the others on the
-host, at the same places and chosen by the same rule, as if the host were the pair of the rank. What leaves is needed
-last, so it has the longest time on the host, and each copy has the time of one computation at least.
+**Swaps (`add_swaps`).** Keep at most a given number of a rank's microbatches on its device, and the others on the host.
+The copies stand where the moves of `add_balance` would stand, for the same microbatches, as if the host were the pair
+of the rank. The microbatch that is needed last leaves, so it has the longest time on the host, and each copy has at
+least the time of one computation.
 
 **Recompute (`add_recompute`).** Recompute the activations of a microbatch from its stored input before its backward.
 R stands directly before the backward, so a stage holds the full activations of only one microbatch at a time. R needs

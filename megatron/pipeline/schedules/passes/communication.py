@@ -31,7 +31,7 @@ class _Draft:
 
     Attributes:
         segment: the segment without transfers.
-        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor.
+        receives_ahead: a receive stands this many computations before the one that needs the tensor.
         last_begins: where the last computation that may need a tensor begins; set at the end of `needs`.
     """
 
@@ -39,7 +39,7 @@ class _Draft:
         self.segment, self.receives_ahead = segment, receives_ahead
         self.last_begins: int | None = None
         self._sends: dict[int, list[Instruction]] = {}  # position of the computation that makes the tensor -> SENDs
-        # Position to post at -> (position that needs the tensor, RECV). Positions in the next segment count on.
+        # Position to post at -> (position that needs the tensor, RECV). The next segment continues the count.
         self._receives: dict[int, list[tuple[int, Instruction]]] = {}
 
     def computations(self) -> Iterator[tuple[int, int]]:
@@ -137,7 +137,7 @@ def add_communication(
         segments_of_rank: the segments of each rank, without transfers.
         extent: the extent of the program.
         after_borders: the `Order.first_after_border` of each rank; empty: every receive stays in its segment.
-        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor, 1 or more.
+        receives_ahead: a receive stands this many computations before the one that needs the tensor, 1 or more.
 
     Raises:
         ValueError: a computation makes a tensor for a stage where no computation needs it.

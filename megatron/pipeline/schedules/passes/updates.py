@@ -29,8 +29,8 @@ whose weights it starts from, and before the first forward of batch t. It stands
 so that both ways compute the same. PREDICT@t reads the gradients of the microbatches of batch t-1 whose backwards are
 done at the stage; if predictions read 0 microbatches, it takes the update of STEP@(t-1) again. Three rules follow:
 
-- All stages may have to read the same number of microbatches. If more are done at a stage, HOLD copies the gradients
-  when that number is done.
+- With `provisional_microbatches`, all stages read the same number of microbatches. If more are done at a stage, HOLD
+  copies the gradients when that number is done.
 - On the last stage all backwards of batch t-1 are done. The chain, which reduces the gradients in place, stands after
   PREDICT, so that PREDICT can read them first. PREDICT waits for what is posted of the chain, so the chain stands there
   even if PREDICT reads nothing: its REDUCE_EMBED may wait for a rank that waits for this one.

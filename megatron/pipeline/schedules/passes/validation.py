@@ -1,4 +1,4 @@
-"""The pass for optimistic steps: where each rank validates the step before, and how all begin again if it is refused.
+"""The pass for optimistic steps: where ranks validate a step, and how they begin the batch again if it is refused.
 
 A flush ends with the norm of all gradients, and no rank steps before it. So fill and drain add up, although the ranks
 that drain first could begin the next batch. If steps are optimistic, STEP@v stands before REDUCE_NORM@v. It assumes
@@ -6,18 +6,18 @@ that nothing overflows and that the norm clips nothing. VALIDATE@v waits for the
 
 **The place** (`add_validations`). VALIDATE@v is the same cut through the next batch for every run. It stands
 
-- before all backwards of the batch at its rank. So the reduced gradients may stay in the gradient buffer that they are
-  in until they are no longer needed;
-- behind no receive whose send stands behind the other rank's VALIDATE@v. So what is posted before the cut arrives
-  without anything that stands behind it. In particular no receive of a gradient comes before it.
+- before all backwards of the batch at its rank. So the reduced gradients may stay in the gradient buffer until they are
+  no longer needed;
+- behind no receive whose send stands behind the other rank's VALIDATE@v. So every receive before the cut completes
+  without any instruction behind the cut. In particular no receive of a gradient comes before the cut.
 
 It is the latest such cut. If the run drains before the next batch, VALIDATE is all that is left to do.
 
 **The continuation** (`continuation`) is what a rank does if VALIDATE@v refuses the step. All ranks refuse it, since all
-read the same sums. The rank first receives what others have sent before their cut, and it has not received before its
-own. Then nothing is in flight. ROLLBACK@v drops what there is of the batch, restores what the STEP has changed, and
-takes the right step, or none. That is the state of a flush between two batches, so the batch begins again, and its
-words are those of a flush.
+read the same sums. The rank first receives each tensor that another rank sent before the cut and that it did not
+receive before its own. Then nothing is in flight. ROLLBACK@v drops the started part of the batch, restores what the
+STEP has changed, and takes the right step, or none. That is the state of a flush between two batches, so the batch
+begins again with the instructions of a flush.
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,13 +88,13 @@ def _travelling(row: Sequence[Instruction], extent: Extent, *, sends: bool) -> I
 
 
 def continuation(program: Program, version: int, begins: Sequence[int], ends: Sequence[int]) -> Rows:
-    """Return what each rank does behind VALIDATE@version if the step is refused.
+    """Return the instructions of each rank after VALIDATE@version if the step is refused.
 
     Args:
         program: an optimistic program.
         version: the version that the refused STEP has made.
         begins, ends: for each rank, where the words of batch `version` begin and end in its row. If the run drains
-            before that batch, these have nothing but the VALIDATE.
+            before that batch, only the VALIDATE lies between them.
     """
     cut = [_position_of(Kind.VALIDATE, version, row) for row in program.rows]
     arriving = {
