@@ -22,8 +22,8 @@ enough to prove their absence. Each proof is about one claim:
     progress       no deadlock occurs, even if a send completes only once its receive is posted
     periods        all of this holds for fill + n periods + drain, for every n
 
-Every proof is one pass over the rows, so its time is linear in the number of instructions. Two more proofs depend on
-the job and its GPUs and are called separately:
+Every proof is one pass over the rows, so its time is linear in the number of instructions. Further proofs depend on the
+job and its GPUs and are called separately:
 
     hardware_queues     no deadlock if streams share FIFO hardware queues, at given tensor and data parallel degrees,
                         and the environment gives a job over NCCL as many hardware queues as it needs
@@ -86,8 +86,8 @@ class CheckReport:
             timing: tensors that wait between two of its stages, and inputs kept for a recompute. Empty if weights live
             on the device.
         evicted_microbatches: per stage, the number of microbatches that move to the pair stage and back.
-        peak_unvalidated_steps: per rank, the largest number of steps that are not validated, for which the rank keeps
-            a copy of what they have changed; empty if steps are not optimistic.
+        peak_unvalidated_steps: per rank, the largest number of steps that are not validated. For each of them the rank
+            keeps a copy of the state that it has changed. Empty if steps are not optimistic.
         swapped_microbatches: per stage, the number of microbatches whose saved activations move to the host and back.
         peak_on_host: per rank, the largest number of microbatches whose saved activations are on the host, over all its
             stages.
@@ -124,8 +124,8 @@ def check(
     Args:
         program: a complete program, or a compute-only program, whose tensors are assumed to move between ranks without
             transfers. If no instruction names a weight version, nothing is proved about versions and updates. A program
-            that evaluates (`forward_only`) runs on drained stages with the newest version, and saves nothing. For a
-            program with ROLLBACKs the facts describe the program without the instructions that they drop.
+            that evaluates (`forward_only`) runs on drained stages with the newest version, and saves nothing. If a
+            program has ROLLBACKs, the report describes the program without the instructions that they drop.
         max_saved: the largest number of saved microbatches that each stage may hold; None sets no bound.
         max_saved_on_rank: the same bound for each rank, over all its stages; a microbatch counts once at each stage.
 

@@ -82,11 +82,11 @@ CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
 NUM_CODES = len(KIND_OF_CODE)
 _, FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_SWAP, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD = (
     next(code for code, kind in enumerate(KIND_OF_CODE) if kind.row.proof is proof) for proof in Proof
-)  # so a bound tells what is proved
+)  # codes are numbered by group of proofs, so a comparison with a bound finds the group
 
 
 def codes_of(words: str) -> list[int]:
-    """The codes of words, which are given by their text."""
+    """The codes of words, which are given as text with blanks between them."""
     return [CODE_OF_KIND[Kind(word)] for word in words.split()]
 
 

@@ -19,8 +19,8 @@ must not find others, and adds its own. A transfer has a fact for each peer stag
 
 A kind that a stage cannot have (the last stage sends no activations, a frozen stage computes no backward) has no rule.
 At the end every microbatch must have every fact for which its stage has a rule. So no instruction is missing, no
-activations stay saved, and each needed transfer was posted at both ends. Where stages are copies, a microbatch has all
-facts of the stages that do not take it from the start, and those of the transfers over edges that do not carry it.
+activations stay saved, and each needed transfer was posted at both ends. Where stages are copies, a microbatch begins
+with all facts of the stages that do not take it, and with the facts of the transfers over edges that do not carry it.
 
 Proof: evicted activations come back before their backward, and both ends of every move agree.
 
@@ -35,9 +35,10 @@ instruction that needs them first (its recompute, or its backward):
     SWAP_OUT as EVICT, to the host; and after the second forward of its stage
     SWAP_IN  after SWAP_OUT; not twice
 
-What microbatches share (masks, tables) is known from the second forward of a stage on; until then nothing can leave.
-What moves has one size at a stage. So where a stage keeps some microbatches and recomputes the others, those that it
-keeps may move, from the second of their forwards on.
+The tensors that microbatches share (masks, tables) are known from the second forward of a stage on; until then nothing
+can leave. All moves from a stage have one size. So where a stage keeps some microbatches and recomputes the others,
+only those that it keeps may move, from the second of their forwards on.
+
 Each rank carries out its moves in the order of its row (see `program.lane_order`), so moves carry no tags: the n-th
 move of a rank is matched with the n-th move of its partner rank. The proof shows that the two rows list the two ends of
 the same moves in the same order. Otherwise a stage would load another microbatch's activations without any error. The

@@ -256,7 +256,7 @@ def require_hardware_queues(
         max_microbatches: number of microbatches of the job's largest batch.
         moves_activations: whether some batch of the job moves activations.
         reduces_scales: computations reduce scales of FP8 over tensor and data ranks, on a stream of their own. No
-            proof shows which queue that may share with others.
+            proof shows which queues this stream may share with others.
 
     Raises:
         ValueError: for too few queues, with reason and remedy.

@@ -34,10 +34,10 @@ removes one when it has completed. A rank's moves are carried out in order, so t
 complete moves: at least those that the row has waited for, at most those that it has requested. The proof takes the
 worst of these numbers at every position of the row.
 
-Copies of activations to the host and back count as moves do, although SWAP_OUT and SWAP_IN have a lane each: a SWAP_IN
-starts when every SWAP_OUT before it in the row is complete, so the most are held after some SWAP_IN, with what stands
-before it complete and nothing behind it. The host holds a microbatch from its SWAP_OUT to the computation that waits
-for its SWAP_IN.
+Copies of activations to the host and back count as moves do, although SWAP_OUT and SWAP_IN have a lane each. A SWAP_IN
+starts when every SWAP_OUT before it in the row is complete. So the largest number is held after some SWAP_IN, when all
+copies before it are complete and none behind it is. The host holds a microbatch from its SWAP_OUT to the computation
+that waits for its SWAP_IN.
 
 If inputs are stashed on the host, a RELOAD adds a microbatch when it is posted, and an OFFLOAD removes one when the row
 has waited for it (see `stash`), since at worst it is in progress until then.
@@ -247,7 +247,7 @@ def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]
     return found
 
 
-# Of moves, and of copies of activations, which count as moves.
+# The change in saved microbatches by each move, and by each copy of activations, which counts as a move.
 _CHANGE = {
     code: KIND_OF_CODE[code].row.saved for code in (*range(FIRST_MOVE, FIRST_STASH), *range(FIRST_SWAP, FIRST_UPDATE))
 }

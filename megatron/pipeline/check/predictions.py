@@ -13,10 +13,10 @@ the step to version t provisionally. A rank has one stage, and on each rank PRED
 
 A prediction that reads 0 microbatches takes the last update again. It may come after any backwards, and has no HOLD.
 
-If replicas read the mean of all of them, REDUCE_PARTIAL@t comes after a HOLD@t and before PREDICT@t. If two ranks tie
-embeddings, REDUCE_PARTIAL_EMBED@t comes before PREDICT@t on both ranks, after the backwards of the microbatches that
-both ends read (`Program.num_read_of_ties`). Each of these instructions occurs once a batch, also for the batch after
-the program, since the next program begins with that prediction.
+If predictions read the mean over the replicas, REDUCE_PARTIAL@t comes after a HOLD@t and before PREDICT@t. If two ranks
+tie embeddings, REDUCE_PARTIAL_EMBED@t comes before PREDICT@t on both ranks, after the backwards of the microbatches
+that both ends read (`Program.num_read_of_ties`). Each of these instructions occurs once a batch, also for the batch
+after the program, since the next program begins with that prediction.
 
 So the microbatches that a prediction reads depend only on the policy and its numbers. They are the same at all stages
 that read equally many, after a drain, and in one process.

@@ -1,5 +1,6 @@
-"""Proof: sends and receives pair up, and the program runs to its end, even if a send completes only once its receive is
-posted.
+"""Proof: sends and receives pair up, and the program runs to its end.
+
+It does so even if a send completes only once its receive is posted.
 
 The proof of progress is the execution that finds the graph of waits (`megatron.pipeline.graph`). An instruction that
 can run stays able to run while others are posted, so every order of execution ends in the same state, and one execution
@@ -11,7 +12,7 @@ tags: the n-th tensor sent is the n-th received. The proof of computations shows
 once at each end. This proof shows that the two ends of each channel list the same microbatches in the same order.
 Otherwise a stage would compute on another microbatch's data without any error.
 
-The explanation of a deadlock in words: who waits for whom.
+**The explanation of a deadlock** says in words who waits for whom.
 
 A stuck rank waits for the row of another rank (for a tensor that is not yet sent, or for the other end of a move) or
 for its own chain of reductions. A chain waits for a member of its first reduction. It waits for the member's row if

@@ -1,6 +1,6 @@
 """Proofs of updates and of weight versions.
 
-Proof: every batch's gradients are reduced and applied once, in order, complete.
+Proof: every batch's gradients are reduced and applied once, in order, and complete.
 
 The chain that leads to version v applies the gradients of batch v-1. Each rank has one chain for all its stages, whose
 instructions name the lowest of these stages. Its links are

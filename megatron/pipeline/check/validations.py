@@ -8,12 +8,12 @@ rank's VALIDATE@v has its send before the other rank's.
 
 **A program with ROLLBACK@v** is one in which all ranks refuse the STEP to version v. It is proved in two parts:
 
-- Up to the ROLLBACKs. Each is directly behind its VALIDATE@v, but for receives. Between REDUCE_NORM@v and VALIDATE@v
-  there are only words of batch v, and the row behind ROLLBACK begins with the same words. Every rank reaches its
-  ROLLBACK while the others stop at theirs, and then every send has been received. So there is a state in which nothing
-  is in flight, and every rank has what it had behind REDUCE_NORM@v, and besides only what ROLLBACK drops.
-- Without what is dropped. The program without these words, and without the receives and the ROLLBACK, is proved like
-  any other. In it VALIDATE@v directly follows REDUCE_NORM@v.
+- The part up to the ROLLBACKs. Between VALIDATE@v and its ROLLBACK@v there are only receives. Between REDUCE_NORM@v and
+  VALIDATE@v there are only words of batch v, and the row behind ROLLBACK begins with the same words. Every rank reaches
+  its ROLLBACK while the others stop at theirs, and then every send has been received. So there is a state in which
+  nothing is in flight, and every rank has its state behind REDUCE_NORM@v, plus only what ROLLBACK drops.
+- The program without the dropped words, the receives and the ROLLBACK. It is proved like any other program. In it
+  VALIDATE@v directly follows REDUCE_NORM@v.
 """
 
 from collections.abc import Sequence
@@ -74,12 +74,12 @@ def _peak(compact: CompactProgram, rank: int) -> int:
 
 
 def without_refused(program: Program) -> Program:
-    """Prove the part of a program up to its ROLLBACKs, and return the program without what these drop.
+    """Prove the part of a program up to its ROLLBACKs, and return the program without the words that they drop.
 
     A program without ROLLBACK is returned as it is.
 
     Raises:
-        ProgramError: for a ROLLBACK out of place, or a part that leaves something in flight.
+        ProgramError: for a ROLLBACK out of place, or a transfer that is in flight at the ROLLBACKs.
     """
     if not any(each.kind is Kind.ROLLBACK for row in program.rows for each in row):
         return program

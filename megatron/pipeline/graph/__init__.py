@@ -1,4 +1,4 @@
-"""The graph of a program: which event waits for which. Check, simulation, critical path and planner all ask it.
+"""The graph of a program: which event waits for which. Check, simulation, critical path and planner all use it.
 
 A node is the end of an event that takes time: a computation or an update of a rank, a transfer on its channel, a move
 between the ranks of a pair, a reduction, or a host word, which copies to or from the host or updates there. Edges lead

@@ -148,11 +148,11 @@ share, the longest of these times."""
 
 
 MOVES, LANES, REDUCTIONS = "moves", "lanes", "reductions"
-"""What a rank waits for, unless it waits for a tensor."""
+"""The names of what a rank waits for; a rank that waits for a tensor has its `Channel` instead."""
 
 
 ReductionKey = tuple[Kind, int | None, int | None]
-"""What the members of a reduction have in common: kind, version, and with copies the group of a gradient reduction."""
+"""The key that all members of a reduction share: kind, version, and with copies the group of a gradient reduction."""
 
 
 class SimulationError(ValueError):
@@ -333,7 +333,7 @@ class Execution(ABC):
         return update.kind in SHARED_REDUCTIONS or (bool(self._groups) and update.kind is Kind.REDUCE_GRAD)
 
     def key_of(self, reduction: Instruction) -> ReductionKey:
-        """Return what the members of a reduction have in common: its kind, its version, and their group of copies."""
+        """Return the key that all members of a reduction share."""
         shares = self._groups and reduction.kind is Kind.REDUCE_GRAD
         return reduction.kind, reduction.version, self._groups[reduction.stage] if shares else None
 

@@ -67,7 +67,7 @@ class Graph:
 
     Attributes:
         takes: the times that nodes take; the first one is no time. The entry of a SEND that holds its rank has the
-            number of the channel in the place of the stage.
+            number of the channel in place of the stage.
         node_of: for each rank and position, the node of the instruction there.
         last: for each rank, the last node of its row itself, not of its lanes.
         holds: node of a SEND that holds its rank -> microbatch, counted from the program's first.

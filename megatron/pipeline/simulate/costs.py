@@ -92,8 +92,10 @@ class Costs:
         return {kind: named[word.cost] for kind, word in WORDS.items()}
 
     def by_name(self, num_stages: int) -> dict[str, list[float]]:
-        """Return name of a cost -> its seconds at each stage. Defaults are filled in. Raises ValueError as `seconds`
-        does."""
+        """Return a dict: name of a cost -> its seconds at each stage, with defaults filled in.
+
+        Raises ValueError as `seconds` does.
+        """
         backward, values = spread("backward", self.backward, num_stages), {**vars(self), **self.others}
         found = {"backward": backward} | dict(zip(_HALVES, self._halves(backward), strict=True))
         for name in _NAMES:
@@ -154,7 +156,7 @@ def spread(name: str, value: PerStage, count: int) -> list[float]:
 def measured_costs(measured: Timeline) -> Costs:
     """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all.
 
-    A stage that has recomputed nothing would take its forward for it.
+    The recompute of a stage that has recomputed nothing takes as long as its forward.
     """
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in measured.spans:

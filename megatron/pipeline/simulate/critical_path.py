@@ -1,11 +1,10 @@
-"""The critical path of a simulated run: a chain of instructions and transfers, each of which starts when the previous
-one ends.
+"""The critical path of a simulated run: the chain of instructions and transfers that bounds its time.
 
-A run gets faster only if a part of this chain gets faster. The chain is followed back from the end of the last
-computation: of all nodes for which a node of the graph waits (`megatron.pipeline.graph`), the last to end is on the
-chain. If none of them ends at the node's start, the timeline was not simulated on the given costs, and is refused. If
-several nodes end at the same moment, the rank's own work is preferred, so that the chain changes ranks as rarely as
-possible.
+Each part of the chain starts when the part before it ends. A run gets faster only if a part of the chain gets faster.
+The chain is followed back from the end of the last computation: of all nodes for which a node of the graph waits
+(`megatron.pipeline.graph`), the last to end is on the chain. If none of them ends at the node's start, the timeline was
+not simulated on the given costs, and is refused. If several nodes end at the same moment, the rank's own work is
+preferred, so that the chain changes ranks as rarely as possible.
 """
 
 from collections import defaultdict

@@ -43,7 +43,8 @@ class MemorySizes:
 
     Attributes:
         activations: the saved activations of one microbatch at a stage.
-        deferred: what a stage holds of one microbatch between the halves of a split backward; None: its activations.
+        deferred: the tensors that a stage holds of one microbatch between the halves of a split backward; None: its
+            activations.
         weights: one version of a stage's weights.
         gradients: one buffer of a stage's gradients.
         tied_gradients: the part of this buffer for tied embeddings, at the first and the last stage.
@@ -182,8 +183,7 @@ class _RankEvents:
                     yield time, min(1 + len(older), most)
 
     def _open_batches(self) -> Iterator[tuple[float, int]]:
-        """Yield (time, number of batches that await their STEP, or its VALIDATE) whenever a batch gets its first
-        gradients."""
+        """Yield (time, number of batches with gradients that await their STEP or VALIDATE) as each batch joins them."""
         borders, first = self.timeline.batch_borders(), self.timeline.first_batch
         begins: dict[int, float] = {}
         ends = {each.version - 1: end for each, _, end in self.spans if each.kind.row.frees_gradients}
