@@ -1,4 +1,4 @@
-"""Files that users write and read: errors of one sentence, and files that are written as a whole or not at all."""
+"""Users' files, command lines, tables and pictures. Errors are one sentence; a file is written whole or not at all."""
 
 
 def counted(number: int, noun: str) -> str:

@@ -137,8 +137,10 @@ def time(text: str) -> float:
 
 
 def _finite(text: str, fits: Callable[[float], bool], fault: str, *, unit: float = 1.0) -> float:
-    """The number of a text, of which the last letter means `unit` unless that is 1. Raises ArgumentTypeError if it is
-    not finite or does not fit."""
+    """Parse a number. Unless `unit` is 1, the last letter of the text stands for a factor of `unit`.
+
+    Raises ArgumentTypeError with `fault` if the text is no finite number for which `fits` holds.
+    """
     try:
         value = float(text if unit == 1.0 else text[:-1]) * unit
     except ValueError:

@@ -1,8 +1,8 @@
 """A parser of command lines that reads flags from files, given as `@FILE`, and reports all mistakes at once.
 
-A model's flags are written once into a file, for searches and for training. And the user of a long command line sees
-all mistakes in one run: an invalid value is noted, and parsing continues. The usage text is not printed, since it would
-hide the sentences.
+A model's flags are written once into a file, for searches and for training. The user of a long command line sees all
+mistakes in one run: an invalid value is noted, and parsing continues. The usage text is not printed, since it would
+hide the mistakes.
 
 `with_configuration` puts the flags of a YAML file before the flags of a command line: `run.yaml --seed 2`, or `--config
 run.yaml`. The keys are the flags without dashes in front. The file becomes words of the command line, so each flag is

@@ -31,6 +31,8 @@ def both_spellings(group) -> Callable[..., argparse.Action]:
 
 
 def within(least: float, kind: type, most: float = math.inf) -> Callable[[str], float]:
+    """Make a type for argparse: a finite number of type `kind` from `least` to `most`."""
+
     def parse(text: str) -> float:
         value = kind(text)
         if not (least <= value <= most and math.isfinite(value)):

@@ -193,8 +193,10 @@ class Validation:
     num_frozen: int
 
     def fall_from(self, best: Validation) -> float:
-        """The amount by which this evaluation is worse than `best`: the difference of accuracies, or the relative
-        difference of losses. A value that is not finite is infinitely worse."""
+        """The amount by which this evaluation is worse than `best`; infinite for a value that is not finite.
+
+        The amount is the difference of accuracies, or the relative difference of losses.
+        """
         if not math.isfinite(self.value):
             return math.inf
         if self.is_accuracy:

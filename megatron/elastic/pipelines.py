@@ -99,8 +99,7 @@ class PipelineOption:
 
 @dataclass(frozen=True)
 class StageWork:
-    """The work of one stage of a pipeline: its rank, its seconds for a microbatch, and its numbers of layers in
-    memory."""
+    """The work of one stage: its rank, its seconds for a microbatch, and its numbers of layers in memory."""
 
     rank: int
     forward: float

@@ -5,8 +5,8 @@ Units are divided such that the busiest rank has the least possible work:
     5 1 1 1 4 3 on 3 ranks    exactly    5 1 | 1 1 4 | 3    busiest 6
                               greedily   5 | 1 1 1 4 | 3    busiest 7
 
-The exact way is dynamic programming: the best cut of the first n units for k ranks is the best cut of fewer units for k
-- 1 ranks, and the rest for the last rank. PipeTransformer (section 3.3) uses the greedy way: it fills one rank after
+The exact way is dynamic programming: the best cut of the first n units for k ranks is the best cut of fewer units for
+k-1 ranks, and the rest for the last rank. PipeTransformer (section 3.3) uses the greedy way: it fills one rank after
 the other up to the mean of the remaining work.
 
 Frozen layers form stages of their own, so no stage is partly frozen. A rank within the frozen prefix has one stage, a
@@ -42,8 +42,7 @@ def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
 def cut_that_fits(
     work: Sequence[float], num_ranks: int, fits: Callable[[int, int, int], bool]
 ) -> tuple[int, ...] | None:
-    """The best cut, as `cut_exactly` defines it, among the cuts that fit into the memory of the ranks; None if none
-    fits.
+    """The best cut (see `cut_exactly`) among those that fit into the memory of the ranks; None if no cut fits.
 
     Args:
         fits: (rank, begin, end) -> whether the rank may have units `begin` to `end` - 1. Ranks and units count from 0.
@@ -72,8 +71,9 @@ def cut_that_fits(
 
 
 def cut_greedily(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """The number of units of each rank in the paper's way: a rank takes units up to the mean of the remaining work over
-    this rank and the later ones.
+    """The number of units of each rank, cut in the paper's way.
+
+    A rank takes units up to the mean of the remaining work over this rank and the later ones.
 
     Raises:
         ValueError: as `cut_exactly`.

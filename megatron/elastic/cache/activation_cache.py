@@ -100,8 +100,7 @@ class ActivationCache:
         return found
 
     def get_older(self, samples: Sequence[Hashable]) -> list[Tensor | None]:
-        """The samples' outputs in the previous generation, from which the newly frozen layers compute; None for a
-        missing value."""
+        """The samples' outputs in the previous generation, the inputs of the newly frozen layers; None if missing."""
         found = [None] * len(samples) if self.older is None else self._get(self.older, samples)
         self.measured.add(older_hits=sum(each is not None for each in found))
         return found
@@ -277,8 +276,9 @@ os.register_at_fork(after_in_child=_in_child)
 
 @dataclass(frozen=True)
 class CacheSeconds:
-    """Measured seconds for one sample. The files are still in memory when they are read; a cache that does not fit into
-    memory reads at the speed of its disk.
+    """Measured seconds for one sample.
+
+    The measured reads find the files in memory. A cache that does not fit into memory reads at the speed of its disk.
 
     Attributes:
         read: seconds of reading, on the thread that asks.

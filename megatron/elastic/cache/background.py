@@ -28,7 +28,7 @@ class Window:
         self._readings: dict[bytes, Future] = {}  # by key, the oldest first
 
     def request(self, keys: Iterable[bytes]) -> None:
-        """Begin to read the values of `keys`, of which only the first `most` new ones count."""
+        """Begin to read the values of `keys`; of the new keys, only the first `most`."""
         new = [key for key in dict.fromkeys(keys) if key not in self._readings][: self._most]
         for key in list(self._readings)[: max(0, len(self._readings) + len(new) - self._most)]:
             self._taken(key)

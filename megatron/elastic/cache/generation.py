@@ -1,9 +1,8 @@
-"""A generation: the properties that decide the bits of a frozen prefix's output. A value is found only under an equal
-generation.
+"""A generation: the properties that decide the bits of a frozen prefix's output.
 
-A matrix kernel rounds differently with another number of rows, threads or tensor ranks, and so does another attention
-kernel. So all these properties are in the key, beside the weights, and an epoch that reads values is equal to an epoch
-that computes them, bit for bit.
+A value is found only under an equal generation. A matrix kernel rounds differently with another number of rows, threads
+or tensor ranks, and so does another attention kernel. So all these properties are in the key, beside the weights, and
+an epoch that reads values is equal to an epoch that computes them, bit for bit.
 """
 
 from __future__ import annotations

@@ -281,8 +281,10 @@ class CacheStore:
                 index.end += count * _ENTRY.size
 
     def _use(self, slot: int, change: int) -> None:
-        """Add `change` to the number of indexes that name a slot. For a while two indexes may name the same slot, when
-        the new entry is read before the deletion of the old one."""
+        """Add `change` to the number of indexes that name a slot.
+
+        Two indexes may name the same slot for a while, if the new entry is read before the deletion of the old one.
+        """
         self._count_slots(slot + 1)
         self._uses[slot] += change
         if self._uses[slot]:
@@ -318,7 +320,7 @@ class CacheStore:
             self._append(index, entries)
 
     def _free_the_reserve(self, index: _Index, older: _Index) -> None:
-        """Delete the older values that a killed process had replaced and not yet deleted: they hold the last slot."""
+        """Delete the older values that a killed process had replaced but not deleted: they hold the reserve slot."""
         if twice := index.places.keys() & older.places.keys():
             self._append(older, [(key, _GONE, 0) for key in twice])
 
