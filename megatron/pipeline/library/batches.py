@@ -26,10 +26,9 @@ _NAMES = frozenset({"inputs", "targets"})
 
 @dataclass(frozen=True)
 class MicrobatchData:
-    """A microbatch's inputs for the first stage and targets for the last stage: tensors, or tuples, lists and dicts of
-    tensors.
+    """A microbatch's inputs for the first stage and targets for the last stage.
 
-    None stands for the data of a stage that this rank does not have.
+    Each is a tensor, or a tuple, list or dict of tensors; None on a rank without that stage.
     """
 
     inputs: Any = None
@@ -147,7 +146,7 @@ class MicrobatchFeed:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the rank of the first stage tells its pipeline before a batch.
+    """The numbers that the rank of the first stage sends to its pipeline before a batch.
 
     Attributes:
         number: the index of the batch's kind (shapes, and training or evaluation), in the order in which kinds first

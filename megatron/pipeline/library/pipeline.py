@@ -56,12 +56,12 @@ class Pipeline:
             Under `ftpipe`'s stale weights it is called once for each stage.
         scheduler: makes a learning-rate scheduler for that optimizer; the scheduler steps when the optimizer steps.
         group: the ranks of this pipeline, in pipeline order; None: all ranks, or this rank's part of `replicas`.
-        data_parallel_group: the ranks that hold the same stages as this rank in all pipelines, with this rank.
+        data_parallel_group: the ranks that hold the same stages as this rank in all pipelines, including this rank.
         replicas: the number of pipelines, each of consecutive ranks, if no group is given.
         clip_grad: the largest norm of all gradients together; 0: gradients are not clipped.
         recompute: whether to save only the inputs of each stage, and to recompute its activations for the backward.
-        provisional: whether to predict the weights of 2bw.
-        error_feedback: whether to predict them by taking the last update again, in the place of `provisional`.
+        provisional: whether to predict the weights of 2bw from the gradients that are there.
+        error_feedback: whether to predict the weights of 2bw by taking the last update again, instead of `provisional`.
         autocast: the dtype in which modules and loss compute under ``torch.autocast``: bfloat16, or None.
         tied: this rank's copy of a parameter that the first and the last stage share; None on the other ranks. The
             copies must be equal at the start.
@@ -217,10 +217,10 @@ class Pipeline:
         return self._start[0] if self._engine is None else self._engine.next_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, from which the run continues exactly: a copy on the CPU for ``torch.save``, one file for
-        each rank.
+        """This rank's state, from which the run continues exactly: a copy on the CPU for ``torch.save``.
 
-        The pipeline is drained first. `state["modules"][stage]` is the state dict of a stage's module.
+        Each rank saves a file of its own. The pipeline is drained first. `state["modules"][stage]` is the state dict of
+        a stage's module.
         """
         self._settle()
         if self._engine is not None:
@@ -284,10 +284,10 @@ class Pipeline:
             self._groups.close()
 
     def __enter__(self) -> Pipeline:
-        """Begin a block in which a rank that fails, or is killed, ends the whole job in seconds; every rank prints the
-        reason.
+        """Begin a block in which a rank that fails, or is killed, ends the whole job in seconds.
 
-        An error that all ranks raise alike, such as a batch that cannot be split, leaves the block as an exception.
+        Every rank prints the reason. An error that all ranks raise alike, such as a batch that cannot be split, leaves
+        the block as an exception.
         """
         if failure_guard.active() is None and self._ranks.is_whole_world:
             self._guard.enter_context(failure_guard.guard(timeout=self._timeout))
@@ -299,7 +299,7 @@ class Pipeline:
         if error is not None and error is not self._agreement.refusal:
             self.has_failed = True
             self._guard.__exit__(kind, error, traceback)
-            with suppress(Exception):  # the caller's error is the one to tell
+            with suppress(Exception):  # the caller's error is the one to report
                 self.close()
             return
         with self._guard:
@@ -332,8 +332,10 @@ class Pipeline:
         return data, head
 
     def _change_shapes(self, number: int, data: BatchData | None, *, evaluates: bool) -> None:
-        """Change the shapes of the exchanged tensors to those of `number`. New shapes are found by running the first
-        microbatch."""
+        """Change the shapes of the exchanged tensors to those of `number`.
+
+        New shapes are found by running the first microbatch.
+        """
         self._settle()
         if number == len(self._specs):
             first = None if data is None else data.microbatches[0]

@@ -1,6 +1,6 @@
-"""Which megatron.core this project's own programs train with, by its sources and without importing it.
+"""The version of megatron.core with which this project's own programs train, read from sources without an import.
 
-The schedules in a user's own Megatron-LM ask for less (`megatron.pipeline.dropin.origin`).
+The schedules in a user's own Megatron-LM require less of megatron.core (`megatron.pipeline.dropin.origin`).
 """
 
 import ast
@@ -18,12 +18,12 @@ class Core(NamedTuple):
     """The library of a tokenizer of numbers, and whether its size has to count the end of a document."""
 
     whole_sequences: Mapping[str, bool] = {"is_hybrid_cp": False}
-    """What says that ranks share whole sequences."""
+    """The arguments of `get_batch_on_this_cp_rank` for ranks that share whole sequences."""
     has_hybrid_model: bool = True
     has_common_file: bool = False
-    """Whether checkpoints have a file for what all ranks share, beside the tensors."""
+    """Whether checkpoints have a file for the state that all ranks share, beside the tensors."""
     weighs_further_tokens: bool = True
-    """Whether losses of multi-token prediction are weighed by a rank's own tokens where the loss is per token."""
+    """Whether losses of multi-token prediction are weighted by a rank's own tokens if the loss is per token."""
 
 
 TRAINED = {
@@ -33,11 +33,11 @@ TRAINED = {
     (0, 19): Core(),
     (0, 20): Core(),
 }
-"""Versions whose parts the trainer has been run with, and how they differ."""
+"""The versions that the trainer has been run with, and how they differ."""
 
 
 def require_trained_core() -> None:
-    """Raise ValueError where the megatron.core on Python's path is one that the trainer cannot be run with."""
+    """Raise ValueError if the trainer cannot run with the megatron.core on Python's path."""
     version = installed_version()
     if version and version[:2] not in TRAINED:
         raise ValueError(
@@ -50,7 +50,7 @@ def require_trained_core() -> None:
 
 @cache
 def installed_core() -> Core:
-    """How the megatron.core on Python's path differs; of an unknown version, as the newest known one."""
+    """The `Core` of the megatron.core on Python's path; that of the newest known version if its version is unknown."""
     version = installed_version()
     return TRAINED[version[:2]] if version and version[:2] in TRAINED else TRAINED[max(TRAINED)]
 
@@ -84,5 +84,5 @@ def core_version(core: Path) -> tuple[int, ...] | None:
 
 
 def dotted(version: tuple[int, ...] | None) -> str:
-    """The version as it is written."""
+    """The version as text, such as 0.17.1."""
     return ".".join(map(str, version)) if version else "of unknown version"

@@ -1,7 +1,7 @@
 """The compiled helpers of megatron.core's datasets.
 
-The wheel brings them compiled. A checkout of Megatron-LM has a makefile, which writes into it, and a checkout may be
-read-only. So helpers that are compiled already are used; otherwise each host compiles their one source file into the
+The wheel has them compiled. A checkout of Megatron-LM has a makefile that writes into the checkout, which may be
+read-only. So compiled helpers are used if there are any; otherwise each host compiles their one source file into the
 user's cache.
 """
 

@@ -37,8 +37,8 @@ def exchange_ranks(
 ) -> RankDecision:
     """Call `decide` on physical rank 0, and return its decision on every rank.
 
-    Collective: every rank of the job must call it, once for each `store`. A new process of a lost rank gets the
-    decision that was made.
+    Collective: every rank of the job must call it, once for each `store`. A new process that takes the place of a lost
+    rank gets the decision that was made before.
 
     Args:
         process: the place of this process.
@@ -46,7 +46,7 @@ def exchange_ranks(
 
     Raises:
         SameEverywhere: on every rank, if `decide` raises ValueError.
-        OnThisRank: another process has ended, or did not call it within `timeout`.
+        OnThisRank: another process has ended, or did not call this function within `timeout`.
     """
     store = PrefixStore("placement", store)
     try:
