@@ -19,7 +19,7 @@ from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.recompute import RecomputeScope
 
 STAGES = (2, 3)
-"""ZeRO's stages that split gradients, and weights, too."""
+"""The ZeRO stages that split gradients (2), and weights as well (3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +88,18 @@ class Setting:
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The number of layers of each stage, as equal as can be, where no layout is given.
+    """The number of layers of each stage, as equal as possible, if no layout is given.
 
-    Where the stages do not divide the layers, those before the last one have one more: the last one has the loss, and
-    the first ones have the embedding and save the most microbatches.
+    If the stages do not divide the layers, the stages just before the last one have one more: the last stage has the
+    loss, and the first stages have the embedding and save the most microbatches.
     """
     count, rest = divmod(num_layers, num_stages)
     return tuple(count + (num_stages - 1 - rest <= stage < num_stages - 1) for stage in range(num_stages))
 
 
 def layout_text(layers: Sequence[int], further: int = 0) -> str:
-    """The stages as `--pipeline-model-parallel-layout` has them. `further`: layers of multi-token prediction, which the
-    last stage has."""
+    """The stages in the notation of `--pipeline-model-parallel-layout`. `further`: layers of multi-token prediction, on
+    the last stage."""
     return f"E{'|'.join('t' * count for count in layers)}{'m' * further}L"
 
 
@@ -150,7 +150,7 @@ class Configuration:
         stash: with weights on the host, where inputs of stages wait for their recompute: device or host.
         gathers_fetch: each replica on a node fetches a share of a stage's weights and gathers the rest from the others.
         single_gradient_buffer: 2bw without its second gradient buffer. The first backward of a batch waits until the
-            gradients of the previous batch are reduced. These are clipped by the norm of the batch before it.
+            gradients of the previous batch are reduced. Gradients are clipped by the norm of the batch before theirs.
         sharding: how weights, gradients and optimizer state are split over replicas, without a pipeline (FSDP, ZeRO);
             None: they are not split.
         context: context parallel size (cp): the number of ranks that share the sequences of a microbatch.

@@ -16,7 +16,7 @@ from megatron.planner.memory.recompute import RecomputeScope
 RING, GATHER, HEADS = "p2p", "all_gather", "a2a"
 """Values of --cp-comm-type: how ranks that share sequences exchange keys and values."""
 KNOWN_TO_ENGINE = {"windows": (GATHER, HEADS), "sinks": (HEADS,), "latents": (RING,)}
-"""What an attention may have -> the exchanges with which Transformer Engine's attention knows it. Latents: all since
+"""Feature of an attention -> the exchanges with which Transformer Engine supports it. Latents: all exchanges since
 Transformer Engine 2.15."""
 
 OVERLAPPED = ("flush", "interleaved")

@@ -1,9 +1,9 @@
 """Published measurements as questions to the planner: a model, a cluster, a configuration and the measured values.
 
 A file holds `{"entries": [...]}` or a list of entries, each with an id and the parts model, hardware, config and
-measured (docs/planner.md). Papers leave things out, so hardly a field is always there. A value that follows from
+measured (docs/planner.md). Papers leave things out, so almost every field is optional. A value that follows from
 another field, or is the same in all runs of a paper, is filled in and reported. If more is missing, or a key is not
-known, the entry cannot be predicted, for a reason that is reported.
+known, the entry is `Unpredictable`, with the reason.
 """
 
 import math
@@ -26,13 +26,13 @@ from megatron.planner.published.entry_parts import HardwareRecord, ModelRecord
 from megatron.planner.published.settings import SettingsRecord, software_of
 
 REMARKS = frozenset({"note", "comment", "about", "confidence", "provenance"})
-"""For the reader; in any part."""
+"""The keys of remarks for the reader, allowed in any part."""
 _PARTS = {"model": ModelRecord, "hardware": HardwareRecord, "config": SettingsRecord}
 _TIMES = (
     "iteration_s", "iteration_ms", "mfu", "model_tflops_per_gpu", "tflops_per_gpu_incl_recompute", "tflops_per_gpu",
     "tokens_per_s_per_gpu", "forward_ms", "backward_ms", "throughput",
 )  # fmt: skip
-_MEASURED = REMARKS.union(_TIMES, (  # what becomes no time is for the reader, and for facts about memory
+_MEASURED = REMARKS.union(_TIMES, (  # the others give no time: they are for the reader, and for facts about memory
     "unit", "chosen_by_planner", "feasible", "feasible_without_bpipe", "hfu", "mfu_from_time", "pct_peak",
     "aggregate_pflops", "memory_GiB", "peak_memory_GiB", "transfer_ms", "days_for_300B_tokens",
 ))  # fmt: skip
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Unpredictable:
-    """An entry that says too little, or something that the planner does not model."""
+    """An entry that cannot be predicted: it says too little, or has something that the planner does not model."""
 
     id: str
     reason: str
@@ -198,7 +198,8 @@ class _MeasuredRun:
         return None, False
 
     def unread(self) -> Iterator[str]:
-        """The measured values that say too little or are not known, in words. Some tables have 0 for no run."""
+        """Yield in words the measured values that say too little or are not known. A time of 0 is skipped, since some
+        tables print 0 for no run."""
         for key, value in self._measured.items():
             if key in _TIMES and key not in self.numbers and value != 0:
                 yield f"measured.{key} is {shown(value)}, no number above 0"
@@ -239,8 +240,10 @@ def load_entries(
 
 
 def read_entry(entry: object, name: str = "?") -> Entry | Unpredictable:
-    """One entry, or the reason why it cannot be predicted. A null counts as not given. `name`: the id of an entry
-    without one."""
+    """Return one entry, or the reason why it cannot be predicted. A null counts as not given.
+
+    `name`: the id of an entry that has none.
+    """
     if not isinstance(entry, Mapping):
         return Unpredictable(name, f"an entry is {shown(entry)}; give an object")
     given = {"id": name, **_without_remarks(entry)}

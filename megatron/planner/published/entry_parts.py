@@ -22,7 +22,7 @@ Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 _RMS_GATED = {"num_positions": 0, "tied_embeddings": False, "gated": True, "linear_biases": False, "norm_vectors": 1,
               "hidden_dropout": False, "attention_dropout": False}  # fmt: skip
 _PLAIN = {"gated": False, "norm_vectors": 2}  # squared ReLU, LayerNorm
-_FAMILIES = {  # what a word in the name says, as megatron.core's flags would
+_FAMILIES = {  # word in a model's name -> fields of its architecture, as megatron.core's flags would set them
     "llama": _RMS_GATED,
     "mixtral": _RMS_GATED,
     "qwen3": _RMS_GATED | {"qk_norm": True},
@@ -67,7 +67,7 @@ class ModelRecord(BaseModel):
     moe_capacity_factor: Positive | None = None
 
     def architecture(self, tensor: int, assume: Callable[[str], None]) -> Architecture:
-        """The model, padded for `tensor` ranks.
+        """The architecture of the model, with a vocabulary padded for `tensor` ranks.
 
         Args:
             assume: is called with the words for a value that is filled in.
@@ -157,7 +157,7 @@ _MACHINES = {  # what papers call them: GB/s of a node to the network, and GPUs 
 }  # fmt: skip
 _RATE = re.compile(r"(?:(\d+) ?x ?)?([\d.]+) ?(GB/s|Gb/s)([^(]*)")
 _WATTS = {"A100-80": 400, "A100-40": 400, "H100": 700, "H200": 700, "V100-32": 300, "V100-16": 300}
-"""Of data sheets (SXM)."""
+"""The power limits of data sheets (SXM), in watts."""
 _HBM2E_STACK = 16, 2039 / 5  # GB, and GB/s: five of them are an A100's of 80 GB
 
 
@@ -180,7 +180,7 @@ class HardwareRecord(BaseModel):
     software: str | None = None
 
     def cluster(self, num_gpus: int, assume: Callable[[str], None]) -> Cluster:
-        """The cluster of so many GPUs. `assume` is called with the words for a value that is filled in.
+        """The cluster of `num_gpus` GPUs. `assume` is called with the words for a value that is filled in.
 
         Raises ValueError for an unknown GPU or network."""
         machine, label = self._machine(), self.gpu or self.desc or ""
@@ -232,8 +232,8 @@ class HardwareRecord(BaseModel):
     ) -> tuple[float | None, float | None]:
         """Peak rate and memory bandwidth, as given or as the label says; None: as in the data sheet.
 
-        Power grows with the cube of the clock, as voltage rises with it: of an H100 of 400 W 821 TFLOP/s are expected,
-        and the data sheet of the NVL edition, which takes 400 W, has 835.
+        Power grows with the cube of the clock, since voltage rises with the clock. For an H100 with a limit of 400 W
+        this gives 821 TFLOP/s; the data sheet of the NVL edition, which takes 400 W, has 835.
         """
         peak, bandwidth = self.peak_tflops, self.memory_bandwidth
         watts = re.search(r"(?<![\w.])(\d{2,4}) ?W(?!\w)", label)

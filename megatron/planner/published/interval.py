@@ -1,18 +1,19 @@
 """The interval of a prediction, from residuals of published runs.
 
-Runs of one source err alike: they share its cluster, its software, and how it was measured. What a user runs is of a
-source of its own. So sources count alike, however many runs each has. Where a source and K others are in no particular
-order, the error of a run of that source is at most x with a probability of 80% at least, if x is the smallest error
-for which the parts of each source's runs that err by no more sum up to 0.8 (K + 1) (conformal prediction of data in
-groups: Lee, Barber and Willett 2023, "Distribution-free inference with hierarchical data"). That takes 4 sources. An
-error is the size of the logarithm of measured over predicted time, so the prediction is always inside.
+Runs of one source err alike, since they share a cluster, software and a way of measuring. A user's run comes from a
+source of its own. So all sources have the same weight, however many runs each has. If a source and K others are
+exchangeable, the error of a run of that source is at most x with a probability of at least 80%. Here x is the smallest
+error for which the fractions of each source's runs with at most this error sum up to 0.8 (K + 1) (conformal prediction
+of data in groups: Lee, Barber and Willett 2023, "Distribution-free inference with hierarchical data"). This needs 4
+sources. An error is the size of log(measured / predicted time), so the prediction is always inside the interval.
 
-Where all runs are of one source, as those of a user's own cluster, the next one is taken to be of it, too. Then runs
-count alike: of n runs the ratio lies between the k-th smallest and the k-th largest, k = floor(0.1 (n + 1)), with a
-probability of 80% at least (split conformal prediction). That takes 9 runs.
+If all runs are of one source, such as a user's own cluster, the next run is assumed to be of that source, too. Then all
+runs have the same weight. The ratio of the next run lies between the k-th smallest and the k-th largest of n ratios,
+k = floor(0.1 (n + 1)), with a probability of at least 80% (split conformal prediction). This needs 9 runs.
 
-A feature that is priced by a rule of its own (`Kind.extras`) may be farther off than all else. So the interval is no
-narrower than that of the runs with such features, which takes 9 of them. What was never compared has none.
+A feature that is priced by a rule of its own (`Kind.extras`) may be predicted worse than everything else. So the
+interval is at least as wide as that of the runs with such features, which needs 9 of these runs. A feature that was
+never compared has no interval.
 """
 
 import math
@@ -38,12 +39,12 @@ from megatron.planner.published.residuals import (
 )
 
 LEVEL = 0.8
-"""How likely a measured time lies in the interval."""
+"""The probability with which a measured time lies in the interval."""
 _TAIL = (1 - LEVEL) / 2
 FEWEST = math.ceil(1 / _TAIL - 1e-9) - 1
-"""Runs of one source that an interval takes: 9."""
+"""The fewest runs of one source for an interval: 9."""
 FEWEST_SOURCES = math.ceil(1 / (1 - LEVEL) - 1e-9) - 1
-"""Sources that an interval takes: 4."""
+"""The fewest sources for an interval: 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class Interval:
     """The ratios of measured to predicted time that enclose `LEVEL` of the runs.
 
     Attributes:
-        low, high: the ratios, at most 1 and at least 1.
-        num_runs: the number of runs that the interval is from.
+        low, high: the least ratio, at most 1, and the largest ratio, at least 1.
+        num_runs: the number of runs from which the interval was computed.
         group: these runs in words.
     """
 
@@ -62,19 +63,19 @@ class Interval:
     group: str
 
     def seconds(self, predicted: float) -> tuple[float, float]:
-        """The interval of a predicted time, from and to."""
+        """Return the seconds between which the measured time of a predicted time is expected."""
         return self.low * predicted, self.high * predicted
 
 
 @dataclass(frozen=True)
 class NotValidated:
-    """There is no interval. `reason`: one clause."""
+    """The lack of an interval. `reason`: the reason as one clause."""
 
     reason: str
 
 
 def interval_of(kind: Kind, runs: Sequence[Residual]) -> Interval | NotValidated:
-    """The interval for a kind, or why there is none."""
+    """The interval for a kind of run, or the reason why there is none."""
     reason = _never_compared(kind, [run.kind for run in runs])
     if reason:
         return NotValidated(reason)
@@ -102,16 +103,18 @@ def interval_of(kind: Kind, runs: Sequence[Residual]) -> Interval | NotValidated
 
 
 def quantiles(ratios: Sequence[float]) -> tuple[float, float]:
-    """The two ratios between which another ratio lies with a probability of at least `LEVEL`; of `FEWEST` ratios or
-    more."""
+    """Return the two ratios between which a further ratio lies with a probability of at least `LEVEL`.
+
+    Needs `FEWEST` ratios or more.
+    """
     place = math.floor(_TAIL * (len(ratios) + 1) + 1e-9)
     ordered = sorted(ratios)
     return ordered[place - 1], ordered[-place]
 
 
 def error_of_sources(runs: Sequence[Residual]) -> float:
-    """The size of log(measured / predicted) that a run of another source exceeds with a probability of at most
-    1 - `LEVEL`; of runs of `FEWEST_SOURCES` sources or more."""
+    """Return the size of log(measured / predicted) that a run of another source exceeds with a probability of at most
+    1 - `LEVEL`. Needs runs of `FEWEST_SOURCES` sources or more."""
     counts = Counter(source_of(run.source) for run in runs)
     part = 0.0
     for error, source in sorted((abs(math.log(run.ratio)), source_of(run.source)) for run in runs):
@@ -151,7 +154,9 @@ def _without_beside(kind: Kind) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """`num_runs` runs had an interval from other runs, `num_inside` of them lay in it; `num_without` runs had none."""
+    """Counts of runs: `num_runs` with an interval from other runs, `num_inside` of these inside it, `num_without`
+    others.
+    """
 
     num_runs: int
     num_inside: int
@@ -180,7 +185,7 @@ def _coverage(runs: Sequence[Residual], counts: Callable[[Residual, Residual], b
 
 
 class Intervals:
-    """Finds the interval of an estimate from these runs; without runs, no estimate has one, for this `reason`."""
+    """Finds the interval of an estimate from residuals. Without residuals no estimate has an interval, for `reason`."""
 
     def __init__(self, runs: Sequence[Residual] = (), *, reason: str = "") -> None:
         self._runs, self._reason = runs, reason
@@ -190,7 +195,8 @@ class Intervals:
     def of_calibration(
         cls, name: str, constants: Mapping[str, float], residuals: str | Path | None = None
     ) -> "Intervals":
-        """The intervals of times that these constants predict. `residuals`: their file; None: the file of the package.
+        """The intervals of times that a calibration's constants predict. `residuals`: the file of residuals; None: the
+        files of the package.
 
         Raises ValueError if the file has no residuals, or those of other constants.
         """
@@ -246,5 +252,5 @@ def interval_text(accuracy: Interval | NotValidated, seconds: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """A value as text: three digits below 100, whole above."""
+    """A value as text: three significant digits below 100, no decimals from 100 on."""
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"

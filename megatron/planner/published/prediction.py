@@ -1,13 +1,13 @@
 """The prediction of a measured run with its errors, and the fit of the time model's constants to measured runs.
 
-A residual is the logarithm of predicted over measured time; the unknowns are the logarithms of the constants, so both
-have no unit and nothing can become negative. A run that something else held up, such as an allocator short of memory,
-would bend the constants even under a robust loss. So runs that are off by far more than the others are left aside, one
-fit after another, until those that remain agree; they are named, not hidden.
+A residual is log(predicted / measured time), and the unknowns are the logarithms of the constants: neither has a unit,
+and no constant can become negative. A run that was slow for another reason, such as an allocator short of memory,
+distorts the constants even under a robust loss. So after each fit the run with the largest error is left out if its
+error far exceeds the usual error, until the remaining runs agree. The runs that were left out are reported.
 
-A profile has measured times of single stages in place of whole iterations, of its own model only. Constants that are
-fitted to it carry over to other shapes on the same kind of processor, as far as its stages differ enough in microbatch,
-tensor ranks and recomputation to tell the constants apart.
+A profile has measured times of single stages instead of whole iterations, for one model. Constants that are fitted to a
+profile hold for other shapes on the same kind of processor if its stages differ enough in microbatch, tensor ranks and
+recomputation to tell the constants apart.
 """
 
 import math
@@ -52,7 +52,7 @@ class Prediction:
 
     @property
     def peak_error(self) -> float | None:
-        """Predicted over printed memory of the fullest GPU, less 1; None: it was not printed."""
+        """Predicted over published memory of the fullest GPU, less 1; None: it was not published."""
         if self.entry.peak_gib is None:
             return None
         return self.estimate.memory_gib / self.entry.peak_gib - 1
@@ -66,7 +66,7 @@ class Prediction:
 
 
 class Question:
-    """An entry, ready to be predicted with many constants: all that does not depend on them is computed once.
+    """An entry prepared for predictions with many sets of constants: all that does not depend on them is computed once.
 
     Raises ValueError if the configuration cannot run.
     """
@@ -145,7 +145,7 @@ _TIMES_USUAL = 6.0
 _INDICES = {StagePosition.ONLY: 0, StagePosition.FIRST: 0, StagePosition.MIDDLE: 1, StagePosition.LAST: 2}
 
 TimeErrors = Callable[[Constants], dict[str, float]]
-"""Predicted over measured times less 1, by what was measured."""
+"""Constants -> predicted over measured time, less 1, by the name of the time: iteration, forward, backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,8 @@ def fit_entries(entries: Sequence[Entry], start: Constants = START) -> Constants
 
 
 def fit_questions(asked: Mapping[str, Question], start: Constants = START) -> ConstantsFit:
-    """Fit the constants to questions by id. The cost of short memory is fitted if it slows one of the runs."""
+    """Fit the constants to questions by id. `pressed_efficiency` is fitted only if an allocator slows one of the
+    runs."""
     is_told = any(each.is_slowed for each in asked.values())
     free = [name for name in FITTED if is_told or name != "pressed_efficiency"]
     return fit_runs({name: each.time_errors for name, each in asked.items()}, start, free=free)
@@ -229,7 +230,7 @@ def _fit(runs: dict[str, TimeErrors], start: Constants, free: Sequence[str]) -> 
         return np.array([math.log1p(error) for run in runs.values() for error in run(chosen).values()])
 
     first = np.array([math.log(max(getattr(start, name), 1e-9)) for name in free])
-    # Soft L1: a run that something else held up counts by its error, and no longer by the error's square.
+    # Soft L1: the loss of a run that is far off grows with its error, not with the square of the error.
     fit = least_squares(residuals, first, loss="soft_l1", f_scale=SCALE, diff_step=1e-5, ftol=1e-6)
     return constants(fit.x)
 
@@ -244,7 +245,7 @@ def fit_profiles(
 ) -> ConstantsFit:
     """Fit the time model's constants to profiles of several models, taken on `gpu`: a name in `DEVICES`, or `cpu`.
 
-    The share of tensor ranks is fitted if some stages have several; the cost of short memory is not fitted.
+    `tensor_efficiency` is fitted only if some stages have several tensor ranks; `pressed_efficiency` is not fitted.
 
     Args:
         profiles: name of a model -> its profile.

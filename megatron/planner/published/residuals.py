@@ -8,10 +8,10 @@ other file of runs, `residuals/NAME.FILE.json`. They are written by
 A run that the constants were fitted to is predicted by constants that were fitted again without this run.
 
 The *kind* of a run decides how far off the prediction of its time may be. There are few kinds, since there are few
-published runs. A kind has what the time model prices by a rule of its own: the processor, the attention's kernels, the
-precision, the schedule, a network between nodes, and a shortage of memory. Each other setting of a configuration, a
-model or a software that is not at its usual value (`extras`) makes another kind. So a feature that was never compared
-does not borrow the interval of one that was.
+published runs. A kind consists of everything that the time model prices by a rule of its own: the processor, the
+attention's kernels, the precision, the schedule, a network between nodes, and a shortage of memory. Each other setting
+of a configuration, a model or a software that is not at its usual value (`extras`) makes another kind. So a feature
+that was never compared does not borrow the interval of another feature.
 """
 
 import json
@@ -33,10 +33,10 @@ from megatron.planner.memory.architecture import Architecture
 
 NO_PIPELINE = "one pipeline stage"
 PRESSED = "slowed or borderline"
-"""What a run under pressure is, in the words of verdicts (job/estimate.py)."""
+"""The name of runs under memory pressure, in the words of verdicts (job/estimate.py)."""
 _OTHER_RATE = 0.05  # a GPU whose rates differ by so much from its data sheet's is another edition
 
-_USUAL = {  # what is priced by arithmetic alone, or is part of the kind by another name
+_USUAL = {  # fields that are priced by arithmetic alone, or are part of the kind under another name
     Configuration: frozenset({
         "tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_batch_size", "recompute", "schedule",
         "balance", "sequence_parallel", "distributed_optimizer", "rank_mapping", "layers", "provisional_microbatches",
@@ -58,10 +58,10 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
 BESIDE = frozenset({
     "overlaps gradients", "overlaps weights", "overlaps in pieces", "overlaps experts", "cuda graphs", "fp8 weights",
 })  # fmt: skip
-"""Of extras: what goes on beside something else, or is left to the device. It decides little beside the rest, so that
-runs with and without it are joined where what there is of it was compared (interval.py)."""
+"""Extras that run beside other work, or are left to the device. They change a prediction little, so runs with and
+without them share an interval, provided that each of them was compared in some run (interval.py)."""
 _WORDS = {"context": "context parallelism", "expert": "expert parallelism", "fp8": "FP8"}
-"""Of fields whose names say too little."""
+"""Field -> a name that says more than the field's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Kind:
         precision: "16 bits" or "32 bits".
         strategy: the schedule's name, or `NO_PIPELINE`.
         extras: other settings that are not at their usual values.
-        several_nodes: there is a network between its GPUs.
+        several_nodes: whether its GPUs are on several nodes.
         under_pressure: whether the run barely fits in memory, or ranks are slowed by a shortage of memory.
     """
 
@@ -129,7 +129,10 @@ def _strategy(configuration: Configuration) -> str:
 
 
 def _extras(settings: Configuration | Software | Architecture) -> list[str]:
-    """The names of fields without their default, with values that are words, or the names of the values."""
+    """Name the fields that are not in `_USUAL` and not at their default.
+
+    The name of a value, if it has one, stands for its field. A text follows the field's name.
+    """
     base = next(each for each in _USUAL if isinstance(settings, each))
     found = []
     for field in fields(base):
@@ -160,7 +163,7 @@ class Residuals:
 
     Attributes:
         calibration: the name of the calibration.
-        constants: the constants that predicted the runs, so that other constants are noticed.
+        constants: the constants that predicted the runs, to detect that others are in use.
         entries: the name of the file of measurements.
         command: the command that wrote the residuals.
         date: the day of writing, YYYY-MM-DD.
@@ -174,7 +177,7 @@ class Residuals:
     runs: tuple[Residual, ...]
 
     def save(self, path: str | Path) -> None:
-        """Write the residuals, a run a line, without the fields of a kind that have their default."""
+        """Write the residuals, one run per line, without the fields of a kind that have their default."""
         head = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "runs"}
         lines = ",\n  ".join(json.dumps(_plain(each)) for each in self.runs)
         text = json.dumps({**head, "constants": dict(self.constants)}, indent=1).removesuffix("\n}")
@@ -183,7 +186,7 @@ class Residuals:
 
 @cache
 def source_of(name: str) -> str:
-    """The paper, or the table of one software, that a run was read from: tables of one paper are one source."""
+    """The source of a run, from the name of its table: all tables of one paper or one software are one source."""
     return re.split(r"[,(\d]| Table| sec| README", name, maxsplit=1)[0].strip()
 
 

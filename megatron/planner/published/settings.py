@@ -33,7 +33,7 @@ from megatron.planner.published.entry_parts import Count
 
 _PAPERS_WORDS = {"1f1b": "flush", "selective": "attention"}
 _WORDS_OF_TORCHTITAN = frozenset({"eager", "compile", "fp8", "asynctp"})  # torchtitan's, joined by +
-_AS_THEY_ARE = (  # what a configuration calls alike
+_AS_THEY_ARE = (  # fields with the same names in `Configuration`
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
     "gathers_fetch",
 )  # fmt: skip
@@ -119,7 +119,7 @@ class SettingsRecord(BaseModel):
         return True if "asynctp" in self.techniques else self.tp_comm_overlap
 
     def configuration(self, gpus: int | None, num_layers: int, assume: Callable[[str], None]) -> Configuration:
-        """The configuration of a model of so many layers.
+        """The configuration of a model with `num_layers` layers.
 
         Args:
             gpus: the number of GPUs of the run; None: not given.
@@ -207,7 +207,7 @@ class SettingsRecord(BaseModel):
         return (count - ends[0], *[count] * (stages - 2), count - ends[1])
 
     def refuse_idle(self, configuration: Configuration, *, has_experts: bool) -> None:
-        """Raise ValueError for a setting that would change nothing, since the run lacks what it is about."""
+        """Raise ValueError for a setting without effect, since the run lacks the feature that it sets."""
         if self.tp_comm_overlap is False and self.overlaps_in_pieces:
             raise ValueError("config.tp_comm_overlap is False, and config.technique has asyncTP; correct one of them")
         for name, what in self._idle(configuration, has_experts):
@@ -231,7 +231,7 @@ class SettingsRecord(BaseModel):
 
 
 _MT_NLG = replace(MEGATRON_DEEPSPEED, gradient_bytes=4)  # Smith et al. 2022, in bfloat16
-_NAMED = {  # what a framework, a software or a source names, in small letters
+_NAMED = {  # pattern in the lower-case name of a framework, a software or a source -> software
     r"torchtitan.*\b20(2[5-9]|[3-9]\d)": TORCHTITAN_2025,
     r"torchtitan": TORCHTITAN,
     r"bigscience": BIGSCIENCE,
@@ -244,7 +244,7 @@ _NAMED = {  # what a framework, a software or a source names, in small letters
     r"megatron[-.]core": MEGATRON_CORE,
 }
 _TECHNIQUES: tuple[tuple[str, Callable[[SettingsRecord, bool], object], str], ...] = (
-    # what a framework's or a software's text names, in small letters; whether the entry gives it; what to give
+    # pattern in the lower-case text of a framework or a software; whether the entry gives the technique; the remedy
     (r"fsdp|hsdp|fully.sharded|zero.?[23]", lambda config, _: config.fsdp or config.zero > 1,
      "give config.fsdp as true or a number of replicas, or config.zero as 0 to 3"),
     (r"fp4|float4|int8|quanti[sz]ed", lambda config, _: False, "give a run in bf16, fp16, fp32 or fp8"),

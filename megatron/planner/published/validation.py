@@ -1,7 +1,7 @@
-"""Holds the planner against published results: the error of each run, choices in tables, facts about memory, intervals.
+"""Compares the planner with published results: the error of each run, choices in tables, facts about memory, intervals.
 
 A run is predicted by constants that were not fitted to it. If the calibration was fitted to it, the constants are
-fitted again to the other runs, without runs of the same degrees and microbatch, which are too much like it.
+fitted again to the other runs, without runs of the same degrees and microbatch, which are too similar.
 
 Facts about memory say which configurations of a model ran, and which did not:
 
@@ -34,14 +34,14 @@ from megatron.planner.published.residuals import Residual, Residuals, kind_of
 from megatron.planner.time.calibration import Calibration
 
 FEWEST_OTHERS = 8
-"""Fewer runs than twice the constants of all runs would be met one by one, and say nothing of another."""
+"""The fewest other runs to fit to: twice the constants. With fewer, a fit matches its runs and predicts no others."""
 TOP = 3
 _FEWEST_OF_TABLE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowError:
-    """The error of a run. `left_out`: constants were fitted again without it; else they were never fitted to it."""
+    """The error of a run. `left_out`: the constants were fitted again without the run; else it was never fitted to."""
 
     prediction: Prediction
     left_out: bool
@@ -69,7 +69,7 @@ def row_errors(entries: Sequence[Entry], calibration: Calibration) -> list[RowEr
     rows = []
     for name, question in asked.items():
         constants = calibration.fitted
-        if name in fitted:  # by a fit that begins where every fit does, so that nothing of this run is in it
+        if name in fitted:  # the refit begins at the common start, so that nothing of this run is in the constants
             others = {key: each for key, each in fitted.items() if _shape(each.entry) != _shape(question.entry)}
             if len(others) < FEWEST_OTHERS:
                 continue
@@ -208,7 +208,7 @@ def _planner(name: str, entries: Sequence[Entry]) -> tuple[Planner, int]:
     known = [entry for entry in entries if name in entry.model_name.split()]
     if not known:
         raise ValueError(f"no entry has a model called {name}; give entries that name its shape")
-    entry = next((each for each in known if each.seconds is not None), known[0])  # those say the batch
+    entry = next((each for each in known if each.seconds is not None), known[0])  # measured entries give the batch
     planner = Planner(entry.model, entry.cluster, software=entry.software)
     return planner, entry.configuration.global_batch_size
 

@@ -13,7 +13,7 @@ from megatron.planner.published.interval import LEVEL, without_run, without_sour
 from megatron.planner.published.residuals import Residual
 from megatron.planner.published.validation import TOP, Judged, RowError, TableChoice
 
-PRESSURE = "allocator"  # what the note of an entry says where its authors saw memory pressure
+PRESSURE = "allocator"  # a word in the note of an entry whose authors saw memory pressure
 
 
 @dataclass(frozen=True, kw_only=True)

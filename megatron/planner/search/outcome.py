@@ -88,7 +88,7 @@ class Budget:
 
 
 def amount(value: float) -> str:
-    """A value as text: three digits below 100, whole units above."""
+    """A value as text: three significant digits below 100, whole units from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

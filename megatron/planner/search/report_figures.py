@@ -168,7 +168,7 @@ def memory_bars(rows: Sequence[Row], memory_gib: float) -> str:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A timeline whose batches are shortened from `whole` microbatches to `size`; `smaller` says what that lessens."""
+    """A timeline whose batches are shortened from `whole` microbatches to `size`. `smaller`: a clause on the effect."""
 
     label: str
     timeline: Timeline

@@ -16,7 +16,7 @@ from megatron.planner.job.configuration import meaning
 from megatron.planner.memory.recompute import RecomputeScope
 
 PLAIN = Preset("1f1b", "flush")
-"""The schedule that is tried for all others on one stage, where no schedule saves fewer activations or idles less."""
+"""The schedule that is tried in place of all others on one stage: there no schedule saves or idles less."""
 
 _BALANCED = "+balance"
 _FEW_RANKS = 4

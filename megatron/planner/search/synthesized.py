@@ -62,7 +62,7 @@ def synthesized(
     """Return the fastest program for the leading configurations of a ranking; None if none fits a device.
 
     Args:
-        ranking: configurations, best first, of which the best is compared with.
+        ranking: configurations, best first. A program has to be faster than the first one.
         planner_of: returns the planner for a tensor parallel size.
         seconds: how long to search in all.
         refuse: returns why the training program would refuse a configuration, or None.
@@ -84,9 +84,10 @@ def synthesized(
 
 
 def _leading(ranking: Sequence[Kept]) -> Iterator[tuple[Kept, RecomputeScope]]:
-    """Yield the fastest configurations in a pipeline whose batches drain, one for each way to cut the work.
+    """Yield the fastest pipelined configurations whose batches drain, each with a recompute scope of its layers.
 
-    Where layers recompute, programs that recompute microbatches instead are another way.
+    A configuration whose layers recompute also comes with the scope none, since programs may recompute microbatches
+    instead. Configurations that differ only in their schedule come once.
     """
     seen = set()
     for each in ranking:
@@ -113,11 +114,11 @@ def _cut(configuration: Configuration, schedule: str, virtual: int, scope: Recom
 def _made(
     kept: Kept, configuration: Configuration, planner: Planner, seconds: float, moves: str, fastest: float
 ) -> Made | None:
-    """Return the program for a configuration with the stages of its named schedule; None where it cannot run or win.
+    """Return the program for a configuration with the stages of its named schedule; None if it cannot run or win.
 
     Args:
-        kept: the configuration of the search that it comes from.
-        fastest: seconds that it has to beat.
+        kept: the configuration of the search from which `configuration` was made.
+        fastest: the seconds that the program has to beat.
     """
     model = planner.model
     schedule = configuration.pipeline_schedule(tied_embeddings=model.shares_embedding)
@@ -183,13 +184,13 @@ def _problems(
         except ValueError as error:
             return error
 
-    # Any microbatches of all stages may be kept, so other sets of stages would only take time.
+    # If all stages recompute, any microbatch may still be kept, so other sets of stages would only take time.
     sets = [frozenset(), frozenset(range(schedule.num_stages))][: 1 + may_recompute]
     plain = [problem(each, moving=False) for each in sets]
     problems = [each for each in plain if isinstance(each, Problem)]
     if not problems:
         raise plain[0]
-    # Where activations can move, stages recompute if they do not fit otherwise.
+    # Programs that move activations recompute only if they do not fit otherwise.
     moving = (made for each in sets if isinstance(made := problem(each, moving=True), Problem)) if ways else iter(())
     return problems, list(islice(moving, 1))
 

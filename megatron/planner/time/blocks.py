@@ -111,7 +111,7 @@ class Blocks:
     ) -> float:
         """Return the seconds in which gradients of a stage are zeroed, measured, clipped and applied.
 
-        `seconds`: another function of the profiled times, to return instead.
+        `seconds`: computes the result from the profiled times of an update; default: the whole update.
         """
         few, many = self._layers
         weights = self._profiled_like(weight_policy(weights))
