@@ -40,13 +40,13 @@ SUPPORTED = (
 OF_FILES = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
 )  # fmt: skip
-"""Fields that describe a file and no adapter."""
+"""Fields that describe the file, not the adapter."""
 
 BEGINNINGS = ("true", "gaussian")
-"""Values of `init_lora_weights` with which an adapter begins; the others need data, or change the frozen weights."""
+"""Values of `init_lora_weights` for a new adapter; the others need data, or change the frozen weights."""
 
 BEGUN = (*BEGINNINGS, "false", "orthogonal")
-"""Values of an adapter that goes on. Each of them has left the frozen weights as they were."""
+"""Values of `init_lora_weights` for an adapter that is continued. None of them changes the frozen weights."""
 
 
 def require_peft():

@@ -39,8 +39,8 @@ class Adapter:
         model: the adapted model, whose forward takes the same tensors as before.
         config: PEFT's configuration; PEFT has filled in what it decides by the architecture.
         layers: paths of the adapted layers.
-        base_names: name in the adapted model -> name in the model before; a module that is trained whole has its
-            original's.
+        base_names: name in the adapted model -> name in the model before; a module that is trained whole has the name
+            of its original.
         written: name in the adapted model -> name in PEFT's file.
         notes: PEFT's warnings.
 
@@ -130,19 +130,19 @@ def _without_peft(name: str) -> str:
 
 
 class AdapterTensors:
-    """The tensors of an adapted model: frozen weights of the model's folder, and an adapter that begins or goes on.
+    """The tensors of an adapted model: frozen weights of the model's folder, and an adapter, which is new or continued.
 
-    It stands where `Pretrained` stands for a model without an adapter.
+    Takes the place of `Pretrained` for a model with an adapter.
 
     Args:
         pretrained: the tensors of the model before it was adapted.
         used: the names of the adapted model's tensors that the run uses.
-        seed: of a new adapter.
-        begun: the folder of an adapter to go on with; None: a new one.
+        seed: the seed of a new adapter.
+        begun: the folder of an adapter to continue; None: the adapter is new.
         counted: the names of the statistics that training changes.
         rounded: (name, frozen weight) -> the weight with which the run computes.
 
-    Raises ValueError for an adapter that lacks a tensor or has another model's, and for a head that would begin at
+    Raises ValueError for an adapter that lacks a tensor or belongs to another model, and for a head that would begin at
     random and stay frozen.
     """
 
@@ -181,7 +181,7 @@ class AdapterTensors:
         self._layer = lru_cache(maxsize=1)(self._initial_layer)
 
     def read(self, files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors of the adapted model, as `Pretrained.read` does: an adapter's own ones only if it goes on."""
+        """Read tensors of the adapted model, as `Pretrained.read` does: the adapter's only if it is continued."""
         sharing: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
         for name, each in wanted.items():
             if name in self._begun:
@@ -227,7 +227,7 @@ class AdapterTensors:
         return {f"{path}.{name}": each.detach() for name, each in layer.named_parameters()}
 
     def _read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those of these tensors of the adapted model that `read` has."""
+        """The tensors with the given names in the adapted model, as far as `read` has them."""
         state = self._adapter.model.state_dict()
         wanted = {name: Wanted((name,), state[name].shape, state[name].dtype) for name in names}
         with FolderTensors(self.folder) as files:
@@ -240,7 +240,7 @@ class AdapterTensors:
         return name in self._adapter.written
 
     def unused(self, used: Collection[str]) -> dict[str, Tensor]:
-        """The adapter's tensors whose names are not in `used`, as they began: of layers that the task leaves out."""
+        """The initial values of the adapter's tensors that `used` lacks: those of layers that the task leaves out."""
         names = [name for name in self._adapter.written if name not in used]
         found = self._read_all(names)
         for name in names:

@@ -136,9 +136,9 @@ class Best:
         return Best(args.metric_for_best_model, args.greater_is_better, args.early_stopping_patience, threshold)
 
     def judge(self, found: Mapping[str, float]) -> bool:
-        """Take an evaluation; returns whether it is the best. One that lacks the metric counts as one with a NaN.
+        """Note an evaluation, and return whether it is the best. An evaluation without the metric counts as NaN.
 
-        Raises ValueError if the first one lacks it.
+        Raises ValueError if the first evaluation lacks the metric.
         """
         if self.metric not in found and self.value is None:
             raise ValueError(
@@ -158,7 +158,7 @@ class Best:
         self.checkpoint, self.saved_value = checkpoint, self.value
 
     def verdict(self) -> str:
-        """Which checkpoint is the best, in a sentence."""
+        """A sentence that says which checkpoint is the best."""
         if self.checkpoint is None:
             why = (
                 f"{self.metric} was never a number" if self.value is None or math.isinf(self.value)

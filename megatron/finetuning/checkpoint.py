@@ -2,10 +2,10 @@
 
 Each rank of the first replica writes the tensors of its stages into a file of its own, in the form that
 `save_pretrained` would give them, and an index says which file has which tensor, as for large models on Hugging Face.
-The first rank adds the tensors of the model's folder that no stage uses. Of a model with an adapter, the adapter alone
-is written, into PEFT's one file. A folder is written under a temporary name and renamed once everything is on the disk,
-so a folder named checkpoint-N is always complete. Where an earlier one has the name, it is renamed before and removed
-after; a run that starts gives the name back to it if a kill came between.
+The first rank adds the tensors of the model's folder that no stage uses. If the model has an adapter, only the adapter
+is written, into PEFT's single file. A folder is written under a temporary name and renamed once everything is on the
+disk, so a folder named checkpoint-N is always complete. If an earlier folder has the name, it is renamed first and
+removed afterwards; if the run is killed in between, the next run renames it back.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class SavedProgress:
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
-        samples, batch_size, flags, contents: compared only if the resumed run goes on training. `batch_size`: samples
-            of a batch over all replicas, so their number may change as long as a batch stays the same. `flags`, and
-            `contents` of the files that flags name: a checkpoint made by an earlier version lacks some, which are not
-            compared, nor what another rank of the host compares.
+        samples, batch_size, flags, contents: compared only if the resumed run trains. `batch_size`: samples of a batch
+            over all replicas, so the number of replicas may change as long as a batch stays the same. `flags`: their
+            values. `contents`: the states of the files that flags name. Flags that this checkpoint lacks, since an
+            earlier version wrote it, or that this rank does not compare, are left out.
         best: the state of `Best`; None if the run has none.
         freezing: the state of `Freezer`; None if no layers freeze.
         owes_evaluation: an evaluation was due here, and a stop request left it out.
@@ -132,7 +132,7 @@ class CheckpointOrigin:
         source: the folder of the model, and which of the tensors are written, in which form.
         used: the names of the tensors of all stages.
         save_rest: writes configuration and processor into a folder; called on rank 0.
-        partition: with which a run without --partition goes on; None: that follows from the flags.
+        partition: the partition with which a run without --partition resumes; None: it follows from the flags.
     """
 
     source: Pretrained | AdapterTensors
@@ -206,7 +206,7 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
     writes = pipeline.ranks.replica == 0
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
-    one = origin.source.file_name  # of the only file, which one rank writes
+    one = origin.source.file_name  # name of the only file, which one rank writes
     files = [one or f"model-{number:05d}-of-{writers:05d}-{token[0]}.safetensors" for number in range(1, writers + 1)]
     own = _newest(pipeline, origin.source.writes) if writes else {}
     with all_write(partial):
@@ -246,9 +246,9 @@ def write_index(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def replace_folder(folder: Path, partial: Path) -> None:
-    """Rename `partial` to `folder`, in place of an earlier one, which a run that began again finds.
+    """Rename `partial` to `folder`, which may exist from an earlier run.
 
-    At each moment one of the two is complete under its own name, or the earlier one is where `recover` finds it.
+    At each moment `folder` is complete, or the earlier folder is where `recover` finds it.
     """
     aside = folder.with_name(f".{folder.name}{_ASIDE}")
     if folder.exists():
@@ -260,7 +260,7 @@ def replace_folder(folder: Path, partial: Path) -> None:
 
 
 def recover(output_dir: Path) -> None:
-    """Give folders their names back that a killed run had renamed to replace them. Several ranks may call it at once.
+    """Rename back the folders that a killed run had renamed to replace them. Several ranks may call it at once.
 
     Raises ValueError if a folder cannot be renamed.
     """
@@ -278,7 +278,7 @@ def recover(output_dir: Path) -> None:
 def prune(output_dir: Path, most: int | None, *, best: str | None = None) -> None:
     """Remove all but the `most` newest checkpoints; None removes nothing. Called on one rank.
 
-    The folder named `best` stays, as one of them; the newest one stays in any case.
+    The folder named `best` stays and counts among the `most`; the newest folder stays in any case.
     """
     if most is None:
         return
@@ -299,7 +299,7 @@ def drop_others(output_dir: Path, *, after: int, but: Path) -> None:
 def drop_unfinished(output_dir: Path) -> None:
     """Remove the remains of checkpoints that a killed run was writing or removing. Called on one rank.
 
-    Precondition: `recover` has found what is to stay.
+    Precondition: `recover` has renamed the folders that are to stay.
     """
     for left in output_dir.glob(".checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)

@@ -68,7 +68,7 @@ class Decoder:
     Raises ValueError for a model or a setting with which transformers' `generate` would answer otherwise.
     """
 
-    lengths = None  # rows have all padding
+    lengths = None  # rows are padded to full length
 
     def __init__(self, args: argparse.Namespace, model: nn.Module, prompts: Prompts, pad: int) -> None:
         self._model, self._prompts, self._pad = model, prompts, pad
@@ -170,7 +170,7 @@ class Decoder:
 
 
 class Generation:
-    """What `--predict_with_generate` adds to an evaluation: answers, their metrics and their file.
+    """The answers that --predict_with_generate adds to an evaluation, with their metrics and their file.
 
     Raises ValueError if `Decoder` does, or the file cannot be written.
     """
@@ -252,8 +252,9 @@ def _settings(model: nn.Module, folder: str):
 
 
 def _start_of(model: nn.Module, settings: Any) -> int:
-    """The first token of the decoder. Raises ValueError if the model's forward makes other inputs of labels than
-    `generate` has.
+    """The first token of the decoder.
+
+    Raises ValueError if the model's forward does not make the decoder's tokens from labels as `generate` has them.
     """
     start = settings.decoder_start_token_id
     start = settings.bos_token_id if start is None else start

@@ -1,12 +1,12 @@
 """Layers of a captured model that freeze during training (PipeTransformer, section 3.2), and train again.
 
-`megatron.elastic.freezing` decides. At a change the pipeline is drained, and each rank builds its
+`megatron.elastic.freezing` decides which layers freeze. At a change the pipeline is drained, and each rank builds its
 stages anew: a frozen parameter requires no gradient, so it has no gradient buffer, no optimizer's state and no weight
 versions, and no gradient travels before the first trained parameter. A stage without trained parameters at or before
-it computes only forwards. Weights, moments and versions of what goes on training are kept bit for bit.
+it computes only forwards. Parameters that continue to train keep weights, moments and versions bit for bit.
 
-Frozen layers compute as in training, dropout included, as in a model of which `requires_grad` is switched off. So it
-does not matter whether a layer shares its stage with trained ones.
+Frozen layers compute as in training, dropout included, like a model whose `requires_grad` is switched off. So results
+do not depend on whether a layer shares its stage with trained layers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Freezer:
     Attributes:
         layer_of: name of a parameter -> its layer.
         fixed: the parameters that the model never trains, such as Whisper's positions.
-        plan: of the pipeline as it is now.
-        most: the most layers that freeze.
+        plan: the plan of the current pipeline.
+        most: the most layers that can freeze.
         num_frozen: number of frozen layers.
         has_ended: validation has fallen, so no layer freezes any more.
     """
@@ -84,7 +84,7 @@ class Freezer:
 
     @staticmethod
     def of(args: argparse.Namespace, plan: RunPlan, ranks: Ranks, saved: Mapping[str, Any] | None) -> Freezer | None:
-        """The freezer of the flags, or None, as far as the state `saved` of a checkpoint says.
+        """The freezer that the flags ask for, with the state `saved` of a checkpoint; None without --freeze_training.
 
         Raises ValueError for a pipeline that cannot have frozen stages, numbers of layers that do not fit the model,
         and a checkpoint with frozen layers without --freeze_training.
@@ -144,12 +144,13 @@ class Freezer:
         }  # fmt: skip
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note the gradients of a batch, or their norms: the mean over its samples before clipping. Called when a batch
-        is stepped.
+        """Add the gradients of a batch, or their norms: means over its samples, before clipping.
+
+        Called when a batch is stepped.
         """
         squares = [0.0] * self.num_layers
         for name, gradient in gradients.items():
-            if any(part.isdigit() for part in name.split(".")):  # embeddings and heads have no say
+            if any(part.isdigit() for part in name.split(".")):  # embeddings and heads do not count
                 squares[self.layer_of[name]] += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
         self.norms.add(squares)
 
@@ -159,7 +160,7 @@ class Freezer:
         return not self.has_ended and since > 0 and since % self.args.freeze_interval == 0
 
     def judge(self, step: int, found: Mapping[str, float]) -> str | None:
-        """Take an evaluation; freezing ends if validation has fallen. Returns a warning."""
+        """Note an evaluation; freezing ends if validation has become worse. Returns a warning, or None."""
         name = "accuracy" if "accuracy" in found else "loss"
         warning = self.watch.note(Validation(name, found[name], name == "accuracy", step, self.num_frozen))
         self.has_ended |= self.watch.has_fallen
@@ -187,10 +188,10 @@ class Freezer:
         return with_frozen(self.plan, self.args, frozen | self.fixed)
 
     def change(self, pipeline: BuiltPipeline, num_frozen: int, *, summary, num_steps: int) -> BuiltPipeline:
-        """The pipeline with another number of frozen layers, in place of `pipeline`, which is closed.
+        """Close `pipeline` and return a pipeline with `num_frozen` frozen layers in its place.
 
-        Layers that train again have the weights that they had, and an optimizer that begins: nobody has kept their
-        moments, and torch counts the steps of each parameter by itself, so the other layers keep theirs.
+        Layers that train again keep their weights. The state of their optimizer begins anew, since their moments were
+        dropped. torch counts the steps of each parameter separately, so the other layers keep their counts.
 
         Collective: every rank must call it. Precondition: the pipeline is drained.
         """
@@ -212,7 +213,7 @@ class Freezer:
 
 @dataclass
 class _Kept:
-    """What goes on from one pipeline of this rank to the next; stands where `Pretrained` stands.
+    """The state that one pipeline of this rank hands to the next; takes the place of `Pretrained`.
 
     Attributes:
         tensors: name -> newest value; FP32 where there are masters.
@@ -262,7 +263,7 @@ class _Kept:
         trained = {name for module in pipeline.modules.values() for name in module.parameters_by_name()}
         names = optimizer_order(trained, plan.decays)
         if names and plan.schedule.residency is None:
-            # Of a layer that was frozen, an older version is what it was frozen with.
+            # All versions of a layer that was frozen are the weights with which it was frozen.
             own, window = update.versions.newest_tensors(), update.versions.window
             live = dict.fromkeys(range(max(step - window + 1, 0), step + 1), own)
             if step in self.versions:

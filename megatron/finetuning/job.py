@@ -64,8 +64,8 @@ KEPT = (
     "warmup_steps", "warmup_ratio", "max_grad_norm", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "momentum", "load_in_4bit", "load_in_8bit", *(name for name in LOSS_SCALE if name != "initial_loss_scale"),
 )  # fmt: skip
-"""Flags that a resumed run must repeat besides the flags that decide its rows. Its place in the rows, its learning
-rates and the state of its optimizers depend on them."""
+"""Flags that a resumed run must repeat besides the flags that decide its rows. The position in the rows, the learning
+rates and the state of the optimizers depend on them."""
 
 MERGED = "merged"
 """The folder of the merged model in --output_dir."""
@@ -300,8 +300,12 @@ def _flags(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _contents(args: argparse.Namespace, data: Data) -> dict[str, str | None]:
-    """What a resumed run compares of files: with rows in files, what these were made from; else the first rank of each
-    host reads them once more, and beside an adapter some of the frozen weights. The others have nothing to compare."""
+    """Name of a flag -> the state of its file, for a resumed run to compare.
+
+    Rows that are kept in files (--data_cache) know the contents from which they were made. Otherwise the first rank of
+    each host reads the files once more. With an adapter it also reads some of the frozen weights. Other ranks compare
+    no files that they would have to read.
+    """
     rank, _, local_rank = environment_ranks()
     if 0 not in (rank, local_rank):
         return data.training.contents if isinstance(data.training, StoredRows) else {}

@@ -263,7 +263,7 @@ def schedule_of(
         norm_decides: gradients are clipped by their norm.
         predict: ftpipe's forwards use predicted weights.
         provisional: ftpipe's forwards use the weights of provisional steps.
-        residency: of l2l.
+        residency: the residency of weights under l2l; None: another schedule.
         tied: name of a trained parameter -> the stages that have a copy of it (l2l).
         data_parallel: the pipeline has replicas.
         freezes: layers freeze during the run, so the first stages of a chain may have no backward, as under l2l.

@@ -100,7 +100,7 @@ class RunPlan:
         initializer_range: the standard deviation of a new head's weights.
         edge_bytes: bytes of each edge by (source, target).
         save_rest: writes the configuration and the processor into a folder.
-        crossing: what crosses between stages, and which stages have which parameters.
+        crossing: the tensors that cross between stages, and the stages that have each parameter.
         batch: a microbatch of real samples.
         save_merged_rest: the same for the model with the adapter merged in.
         lengths: the lengths of the rows, if microbatches are padded to several widths; `batch` and `sizes` are of the
@@ -189,7 +189,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
 
 
 def with_frozen(plan: RunPlan, args: argparse.Namespace, frozen: Set[str]) -> RunPlan:
-    """The plan of the same stages, in which the parameters named `frozen` alone are not trained.
+    """The plan with the same stages, in which only the parameters named in `frozen` are not trained.
 
     Raises ValueError if the schedule cannot run the stages.
     """
@@ -216,7 +216,7 @@ def _tied(captured: Captured, crossing: Crossings) -> dict[str, tuple[int, ...]]
 
 
 def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict[str, torch.Tensor], OpenedModel]:
-    """The captured graph, a microbatch of real samples, and what was captured.
+    """The captured graph, a microbatch of real samples, and the opened model.
 
     Raises ValueError for a model that cannot be captured or adapted, and for sequences that are longer than the model
     allows.
@@ -263,7 +263,8 @@ def require_causal(model: torch.nn.Module, folder: str) -> None:
 
 
 def require_separation(model: torch.nn.Module, folder: str) -> None:
-    """Check that the sequences of a packed row cannot see each other. Raises ValueError for a model not known so."""
+    """Check that the sequences of a packed row cannot see each other. Raises ValueError unless `SEPARATES` has the
+    kind of the model."""
     if (kind := model.config.model_type) not in SEPARATES:
         raise ValueError(
             f"{folder} is a {kind}, and --packing is for models in which the samples of a row are known not to see "
@@ -453,7 +454,7 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
         for stage in schedule.stages_of(rank):
             cost = plan.partition.stages[stage]
             received = [edge for (_, target), edge in plan.edge_bytes.items() if target == stage]
-            more = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1  # weights
+            more = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1  # further weight versions
             more += schedule.weights.max_gradient_buffers - 1
             size = weight_bytes(args) + more * trained_itemsize(args) + _gap_bytes(plan, args, stage)
             parameters += cost.parameters

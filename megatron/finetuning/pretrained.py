@@ -161,7 +161,7 @@ class Pretrained:
 
     Args:
         new_head: initialise a head that the files lack at random, and ignore the head of another task.
-        other_sizes: initialise a head's tensors at random, too, that the files have in another shape.
+        other_sizes: also initialise at random the tensors of a head that have another shape in the files.
 
     Attributes:
         notes: a sentence for each kind of accepted exception, with the names of its tensors.

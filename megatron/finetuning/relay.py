@@ -76,7 +76,7 @@ def packing_of(args: argparse.Namespace) -> Packing | None:
 
 
 def packed_names(plan: RunPlan, args: argparse.Namespace) -> frozenset[str]:
-    """The parameters that are packed: frozen matrices of numbered layers, but for embeddings."""
+    """The parameters that are packed: frozen matrices of numbered layers, except embeddings."""
     packing = packing_of(args)
     if packing is None:
         return frozenset()
@@ -109,7 +109,7 @@ def _values(
     stage: CapturedStage, names: Mapping[str, str], args: argparse.Namespace, load: Callable[..., object],
     exact: dict[str, Tensor],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Read a stage. Its parameters have no memory again when this returns; with --bf16 the values are FP32."""
+    """Read the values of a stage's parameters, with --bf16 in FP32; the parameters themselves have no memory again."""
     found: dict[str, Tensor] = {}
     load(stage, exact=found if args.bf16 else None)
     parameters = dict(stage.named_parameters())

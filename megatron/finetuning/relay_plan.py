@@ -36,8 +36,9 @@ from megatron.planner.job.devices import DEVICES, Device
 GIB = 2**30
 LAUNCH_MICROSECONDS = 5.0
 STEPPED_BYTES = 12
-"""Bytes that the host reads and writes for a parameter besides the optimizer's state, which it reads and writes:
-gradient and weight of 4 bytes each, or with --bf16 the gradient and the weight of 2 bytes, and the master."""
+"""Bytes that the host moves for a parameter in a step, besides the optimizer's state. The host reads the gradient, and
+reads and writes the weight, of 4 bytes each. With --bf16 it reads the gradient and writes the weight, of 2 bytes each,
+and reads and writes the master."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ def run_dry(args: argparse.Namespace) -> None:
 
 
 def _table(plan: RunPlan, args: argparse.Namespace) -> Table:
-    """What the job needs and reaches on each kind of --dry_run_gpus."""
+    """A row for each kind of GPU in --dry_run_gpus: whether the job fits, and the predicted times."""
     table = Table("GPU", "fits", "of GiB", "compute s", "link s", "host s", "simulated s", "of the bound", "tokens/s")
     most = max(each.device for each in relay_bytes(plan, args))
     for name in args.dry_run_gpus:

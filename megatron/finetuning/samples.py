@@ -73,7 +73,7 @@ class Data:
         processor: tokenizer or processor; None if the model's folder has no processor of images or sound.
         changes: changes to the model's configuration.
         training, validation: rows; None if the run does not need them.
-        prompts: what evaluations generate from; None if they do not generate.
+        prompts: the prompts from which evaluations generate; None if they do not generate.
         forward: computes the model's output with its loss; None: the model does.
     """
 
@@ -87,12 +87,12 @@ class Data:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the user on what became of the samples."""
+        """Sentences for the user on how the samples were prepared."""
         sources = (self.training, self.validation, self.prompts)
         return tuple(note for source in sources if source is not None for note in source.notes)
 
     def example(self, size: int) -> dict[str, Tensor]:
-        """A microbatch of `size` real samples, with all padding."""
+        """A microbatch of `size` real samples, padded to the full width."""
         return self.rows.batch([number % len(self.rows) for number in range(size)], size, whole=True)
 
     @property
@@ -102,7 +102,7 @@ class Data:
 
     @property
     def lengths(self) -> tuple[Lengths, ...]:
-        """The lengths of all rows, where microbatches are padded to several widths."""
+        """The lengths of the rows, if microbatches are padded to several widths; else empty."""
         found = [rows.lengths for rows in (self.training, self.validation) if rows is not None]
         return tuple(each for each in found if each is not None and each.multiple is not None)
 
@@ -139,7 +139,7 @@ def read_data(args: argparse.Namespace) -> Data:
 
 
 def require_whole_microbatches(args: argparse.Namespace, data: Data) -> None:
-    """Raise ValueError if rows would fill up a microbatch whose rows the task's loss couples."""
+    """Raise ValueError if a microbatch would be filled up, and the task's loss couples the rows of a microbatch."""
     size = args.per_device_train_batch_size
     if not data.task.couples_rows:
         return
@@ -162,14 +162,14 @@ def require_whole_microbatches(args: argparse.Namespace, data: Data) -> None:
 
 _ELSEWHERE = {"validation_file", "max_eval_samples", "data_cache", "pad_to_multiple_of", "group_by_length",
               "attn_implementation", "ignore_mismatched_sizes"}  # fmt: skip
-"""Flags of data that decide nothing of the rows to train on."""
+"""Flags of data that do not affect the rows to train on."""
 
 FILES_OF_ROWS = ("train_file", "chat_template")
-"""Flags that decide the rows to train on by what the file has that they name."""
+"""Flags that name a file whose content decides the rows to train on."""
 
 
 def contents_of_files(args: argparse.Namespace) -> dict[str, str | None]:
-    """Flag that names a file -> what tells its content from any other; None if the flag is not given."""
+    """Flag in `FILES_OF_ROWS` -> a text that changes with the content of its file; None if the flag is not given."""
     given = {name: getattr(args, name) for name in FILES_OF_ROWS}
     return {name: None if path is None else state_of_file(Path(path)) for name, path in given.items()}
 

@@ -38,7 +38,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 Tracker = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
-"""Shows values by name at a step; closes."""
+"""(show values by name at a step, close the tracker)."""
 
 
 class Trackers:

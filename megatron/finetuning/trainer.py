@@ -93,7 +93,7 @@ class Trainer:
             if not (saves or evaluates or freezes or self._stop_requests):
                 continue
             self._drain()
-            owes = evaluates and bool(self._stop_requests)  # whoever asks to stop may not wait for an evaluation
+            owes = evaluates and bool(self._stop_requests)  # a stop request does not wait for an evaluation
             is_best = not owes and self._evaluate_and_freeze(step, evaluates=evaluates, freezes=freezes)
             if saves or self._stop_requests or (is_best and args.save_strategy == "best"):
                 self._save(first, is_best=is_best, owes_evaluation=owes)

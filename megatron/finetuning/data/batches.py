@@ -55,7 +55,7 @@ class Rows:
         ignored: name of a tensor of labels -> the label that the loss ignores, which may be NaN.
         num_terms: int64 [rows]; the number of terms (tokens or samples) over which the loss of a row is averaged.
         metrics: computes the metrics of an evaluation of all rows.
-        notes: sentences for the user on what became of the samples.
+        notes: sentences for the user on how the samples were prepared.
         targets: names of tensors of labels, [rows, tokens], whose tokens are not the tokens of the inputs.
 
     Attributes:
@@ -92,7 +92,7 @@ class Rows:
         return batch if self.lengths is None or whole else self.lengths.cut(batch, self.lengths.widths(indices))
 
     def _take(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Copies of the rows with these numbers. Whoever keeps rows elsewhere overrides this."""
+        """Copies of the rows with these numbers. A subclass that keeps rows elsewhere overrides this method."""
         chosen = torch.tensor(indices)
         return {name: tensor[chosen] for name, tensor in self._tensors.items()}
 
@@ -122,7 +122,7 @@ class Rows:
         self.lengths = Lengths(torch.cat(found), place_of, longest, multiple=multiple)
 
     def joined(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The outputs of all microbatches of an evaluation, [rows, ...], as for rows with all padding."""
+        """The outputs of all microbatches of an evaluation, [rows, ...], as if no padding had been left out."""
         if self.lengths is not None and outputs[0].dim() > 1:
             place = len(self._targets)  # outputs are of the targets' tokens, if there are any
             outputs = [self.lengths.padded(output, place) for output in outputs]
@@ -142,7 +142,7 @@ class Rows:
 class Epochs:
     """The order of rows: shuffled anew for each epoch, the same on every rank, and restored from a count of batches.
 
-    The numbers of rows go on from epoch to epoch, as `Rows.batch` takes them, so that data may differ between epochs.
+    Row numbers continue from epoch to epoch, as `Rows.batch` takes them, so data may differ between epochs.
 
     A batch has `accumulation` microbatches of `micro_batch_size` rows, over all replicas. The last batch of an epoch
     has the remaining rows; with `drop_last` a short last batch is left out. `lengths`: int64 [rows]; rows of similar
@@ -224,7 +224,7 @@ class Feed:
         first_microbatch: the number of microbatches before this run, over all replicas.
 
     Attributes:
-        num_microbatches: the same number after the last batch that was added.
+        num_microbatches: the number of microbatches up to the last batch that was added, over all replicas.
     """
 
     def __init__(
@@ -267,8 +267,9 @@ class Feed:
                 del kept[number]
 
     def counts(self, batch: int, num_microbatches: int) -> float:
-        """The sum of the weights of a batch's first `num_microbatches`, as the mean over the replicas; over a whole
-        batch, it is their number.
+        """The sum of the weights of a batch's first `num_microbatches`, as the mean over the replicas.
+
+        For a whole batch the sum is the number of its microbatches.
         """
         terms, replicas = self._terms[batch], self.share.replicas
         return sum(terms[: num_microbatches * replicas]) * (len(terms) // replicas) / sum(terms)

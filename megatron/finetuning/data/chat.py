@@ -143,7 +143,7 @@ def _message(value: object, where: str) -> Message:
 
 
 class Template:
-    """A tokenizer with its chat template, which knows the answers' tokens.
+    """A tokenizer with its chat template, which finds the tokens of answers.
 
     Raises ValueError if there is no template, or the tokenizer does not say which characters a token is.
     """
@@ -186,7 +186,7 @@ class Template:
         return self.rendered(messages, tools, where, add_generation_prompt=True)
 
     def completion(self, prompt: list[Message], answer: list[Message], tools: object, where: str) -> Tokens:
-        """The tokens of a prompt and an answer to it, of which the answer's count.
+        """The tokens of a prompt and an answer to it; only the answer's tokens count in the loss.
 
         Raises ValueError if the template refuses them, or writes the prompt in another way once the answer follows.
         """

@@ -148,8 +148,8 @@ def images_of(file: File, column: str) -> list[numpy.ndarray]:
 def image_of(value: object, file: File, number: int) -> numpy.ndarray:
     """The image of a sample, [rows, columns, channels].
 
-    `value`: nested lists of numbers, the path of a picture relative to the file, or what the package datasets makes of
-    one: an object with its `bytes`, or with its `path` alone, or Pillow's image.
+    `value`: nested lists of numbers, the path of a picture relative to the file, or a picture in a form of the package
+    datasets: an object with its `bytes`, or with its `path` alone, or Pillow's image.
     """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")

@@ -1,4 +1,4 @@
-"""Pairs of an image and a text: each image is to be next to its own text among the texts of its microbatch, as in CLIP.
+"""Pairs of an image and a text: each image learns to match its own text among the texts of its microbatch, as in CLIP.
 
 Source: Radford et al. (2021), "Learning transferable visual models from natural language supervision".
 """

@@ -94,7 +94,7 @@ def _require_fit(tokens: Sequence[int], num_frames: int, most: int, where: str) 
 
 
 def _metrics(tokenizer: Any, ids: Sequence[Sequence[int]], frames: Tensor) -> Metrics:
-    """A function that computes the rates of wrong words and of wrong characters: edits over the true ones' number."""
+    """A function that computes the rates of wrong words and of wrong characters: edits over the number of true ones."""
     true = tokenizer.batch_decode(ids, group_tokens=False)
 
     def metrics(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
@@ -106,8 +106,8 @@ def _metrics(tokenizer: Any, ids: Sequence[Sequence[int]], frames: Tensor) -> Me
 
 
 def error_rates(found: Sequence[str], true: Sequence[str]) -> dict[str, float]:
-    """The edits (insertions, deletions, replacements) that make true texts of found ones, by words and by characters,
-    over the number of words and of characters of all true texts."""
+    """The edits (insertions, deletions, replacements) that turn found texts into true texts, by words and by
+    characters, over the number of words and of characters of all true texts."""
     words = [(one.split(), other.split()) for one, other in zip(found, true, strict=True)]
     pairs = {"wer": words, "cer": list(zip(found, true, strict=True))}
     return {
@@ -117,7 +117,7 @@ def error_rates(found: Sequence[str], true: Sequence[str]) -> dict[str, float]:
 
 
 def edits(one: Sequence, other: Sequence) -> int:
-    """The least number of insertions, deletions and replacements that make `other` of `one` (Levenshtein)."""
+    """The least number of insertions, deletions and replacements that turn `one` into `other` (Levenshtein)."""
     row = list(range(len(other) + 1))
     for number, item in enumerate(one, start=1):
         before, row[0] = row[0], number

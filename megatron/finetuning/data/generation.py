@@ -68,7 +68,11 @@ def _rows(
     file: File, encoded: Mapping[str, Tensor], labels: Tensor, predicted: Tensor, metrics: Metrics, fault: str,
     targets: Sequence[str] = (),
 ) -> Rows:  # fmt: skip
-    """Rows of encoded texts. `fault`: what is said of a row without a `predicted` token. `targets`: as of `Rows`."""
+    """Rows of encoded texts.
+
+    `predicted`: the labels that the loss counts. `fault`: the error text for a row without such a label. `targets`: as
+    for `Rows`.
+    """
     terms = (predicted != IGNORED).sum(1)
     if not terms.all():
         raise ValueError(f"{file.path}, sample {int((terms == 0).nonzero()[0]) + 1}: {fault}; leave it out")

@@ -122,7 +122,7 @@ def _types_in(made: Any) -> dict[str, list[int]]:
 
 
 def _with_suffix(args: argparse.Namespace, processor: Any) -> _Make:
-    """For a processor that takes the answer as a suffix, and has no chat template (PaliGemma).
+    """Return the function for a processor that takes the answer as a suffix, and has no chat template (PaliGemma).
 
     Beyer et al. (2024), "PaliGemma": the image and the prompt attend in both directions, and the suffix counts.
 
@@ -160,13 +160,13 @@ def _with_suffix(args: argparse.Namespace, processor: Any) -> _Make:
 
 
 def _with_template(args: argparse.Namespace, processor: Any) -> _Make:
-    """For a processor of conversations in the form of a chat template.
+    """Return the function for a processor of conversations in the form of a chat template.
 
-    The processor makes the tokens. They have to equal the tokens of the text, but for the image's mark, in whose place
-    it writes others. Blanks beside the mark may become one token with what the processor writes there, such as the
-    lines of Gemma 3.
+    The processor makes the tokens. They must equal the tokens of the text, except for the image's mark, which the
+    processor replaces with other tokens. Blanks beside the mark may be merged with these tokens, such as the line
+    breaks of Gemma 3.
 
-    What is made raises ValueError for a text without exactly one mark, and for a processor of another kind.
+    The function raises ValueError for a text without exactly one mark, and for a processor of another kind.
     """
     tokenizer, mark = processor.tokenizer, processor.image_token
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
@@ -215,8 +215,10 @@ def _num_alike(ones: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _messages(sample: Sample, columns: Sequence[str], where: str) -> list[Message]:
-    """The messages of a sample, whose contents are lists of parts. An image that no message names begins the first of
-    the user's. Raises ValueError for anything else.
+    """The messages of a sample, whose contents are lists of parts.
+
+    An image that no message names is put at the beginning of the user's first message. Raises ValueError for anything
+    else.
     """
     roles = (None,) if len(columns) == 1 else ("user", ASSISTANT)
     messages = []

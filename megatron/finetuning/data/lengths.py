@@ -1,4 +1,4 @@
-"""The lengths of rows: what a microbatch is padded to, and the order of rows in which that is little.
+"""The lengths of rows: the padding of microbatches, and an order of rows that needs little padding.
 
 Problem: padded to one length, a short text costs as much as the longest.
 
@@ -24,14 +24,14 @@ FEWEST = 2
 
 
 class Lengths:
-    """The lengths of rows whose padding stands behind.
+    """The lengths of rows with padding behind their tokens.
 
     Args:
         of_rows: int64 [rows, 1 or 2], the tokens of each row's inputs, and of its targets where these have lengths of
             their own.
         place_of: name of a tensor of tokens, [rows, tokens] -> its column in `of_rows`.
-        longest: the widths of a row that is padded as far as any.
-        multiple: the number of tokens of which widths are multiples, but for `longest`; None: all are `longest`.
+        longest: the widths of full padding.
+        multiple: widths are multiples of this number of tokens, or `longest`; None: all are `longest`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Lengths:
         return list(product(*columns))
 
     def share(self, microbatches: Collection[Sequence[int]]) -> float:
-        """The tokens of the microbatches, as a part of the tokens if all were as wide as `longest`."""
+        """The tokens of the microbatches, as a fraction of their tokens with full padding."""
         found = [sum(self.widths(indices)) * len(indices) for indices in microbatches]
         return sum(found) / (sum(self.longest) * sum(map(len, microbatches)))
 

@@ -1,4 +1,4 @@
-"""Multiple choice: which of several texts goes on from a text, or answers it."""
+"""Multiple choice: which of several texts continues a text, or answers it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
 
 def _choices(sample: Sample, listed: str | None, where: str) -> list[str]:
-    """The choices of a sample. Raises ValueError where they are not two or more texts."""
+    """The choices of a sample. Raises ValueError unless they are two or more texts."""
     names = [name for number in range(len(sample)) if (name := ENDING.format(number)) in sample]
     value = [sample[name] for name in names] if listed is None else sample.get(listed)
     if isinstance(value, Mapping):  # as in ARC: {"text": [...], "label": ["A", ...]}
@@ -69,7 +69,7 @@ def _choices(sample: Sample, listed: str | None, where: str) -> list[str]:
 
 
 def _number(value: object, count: int, where: str) -> int:
-    """The number of the right choice, from 0, of a number or of a letter from A on."""
+    """The number of the right choice, counted from 0, from a number or a letter (A is 0)."""
     name = class_name(value, where)
     number = int(name) if name.isdecimal() else ord(name) - ord("A") if len(name) == 1 else -1
     if not 0 <= number < count:

@@ -1,7 +1,7 @@
 """Rows of token sequences, in which each token may count in the loss or not: one sequence a row, or several packed.
 
 In a packed row each sequence has positions that begin at 0, and there is no mask of padding. transformers then makes
-masks in which a token attends only to tokens of its own sequence. What is left of a row is a sequence of padding.
+masks in which a token attends only to tokens of its own sequence. The rest of a row is a sequence of padding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tokens:
 
 @dataclass
 class Sequences:
-    """The sequences of a file's samples, cut to a length. A sample is left out if a sequence has no answer within it.
+    """The sequences of a file's samples, cut to a length. A sample without an answer within the length is left out.
 
     Attributes:
         kind: what a sample is, such as a conversation.
@@ -74,7 +74,7 @@ class Sequences:
         return is_kept
 
     def only(self) -> list[Tokens]:
-        """The sequences of samples of one each. Raises ValueError if none is kept."""
+        """The sequences, if each sample has a single one. Raises ValueError if none is kept."""
         if not self.kept:
             raise ValueError(
                 f"{self.file.path}: no conversation has an answer within --max_seq_length {self.length}; give a larger "

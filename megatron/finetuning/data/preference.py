@@ -27,11 +27,11 @@ ANSWERS = ("chosen", "rejected")
 """The two answers of a pair, in the order of all tensors here."""
 
 LOG_PROBABILITIES = "log_probabilities"
-"""What an evaluation keeps: the log-probability of both answers, float32 [pairs, 2]."""
+"""The output that evaluations keep: the log-probability of both answers, float32 [pairs, 2]."""
 
 
 class Pairs(Rows):
-    """Pairs of answers: of each the `input_ids`, `attention_mask` and `labels`, with its name before them.
+    """Pairs of answers. Each answer has `input_ids`, `attention_mask` and `labels`, with its name in `ANSWERS` before.
 
     Attributes:
         reference: the log-probabilities of the answers in the reference model, float32 [pairs, 2]; they have to be set
@@ -55,7 +55,7 @@ class Pairs(Rows):
         return {**super().batch(indices, size), **references}
 
     def _rewards(self, predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
-        """The rewards of answers are beta times what their log-probabilities have gained over the reference."""
+        """Metrics of the answers' rewards: beta times the gain of their log-probabilities over the reference."""
         chosen, rejected = (self._beta * (predictions[LOG_PROBABILITIES] - self.reference)).unbind(1)
         return {
             "rewards_accuracy": (chosen > rejected).double().mean().item(),
@@ -131,7 +131,7 @@ def loss_of_pairs(beta: float, label_smoothing: float):
 
 
 def log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """The log-probability of each row's counted tokens together, float32 [rows].
+    """The sum of the log-probabilities of each row's counted tokens, float32 [rows].
 
     Args:
         logits: [rows, tokens, words], of which each predicts the next token.

@@ -24,7 +24,7 @@ from megatron.finetuning.data.task_arguments import MAX_SECONDS
 
 AUDIO = ("audio", "audio_path", "path", "file_name", "speech")
 RATE = "sampling_rate"
-"""The field with the samples of a second, beside a list of numbers, or beside `ARRAY` in an object."""
+"""The field with the sampling rate, beside a list of numbers, or beside `ARRAY` in an object."""
 ARRAY = "array"
 
 
@@ -71,7 +71,7 @@ class Sounds:
 
 
 def own_length(extractor: Any) -> int | None:
-    """The points of a wave to which a feature extractor pads or cuts all by itself; None if it does not."""
+    """The number of points to which a feature extractor itself pads or cuts each wave; None if it does not."""
     if hasattr(extractor, "n_samples"):  # as Whisper's
         return extractor.n_samples
     frames = getattr(extractor, "max_length", None)  # as AST's, of 25 ms each and 10 ms apart
@@ -79,7 +79,7 @@ def own_length(extractor: Any) -> int | None:
 
 
 def _wave(sample: Sample, column: str, path: str, number: int) -> tuple[numpy.ndarray, int]:
-    """The wave of a sample, float64 [points], and its points of a second. Raises ValueError for what is no sound."""
+    """The wave of a sample, float64 [points], and its sampling rate. Raises ValueError for a value that is no sound."""
     value, where = sample[column], f"{path}, sample {number}"
     if isinstance(value, str):
         return _read(Path(path).parent / value, where)
@@ -121,7 +121,7 @@ def _checked(wave: numpy.ndarray, where: str) -> numpy.ndarray:
 
 
 def resampled(wave: numpy.ndarray, rate: int, wanted: int) -> numpy.ndarray:
-    """A wave with `wanted` points a second in place of `rate`, float32 [points]."""
+    """A wave resampled from `rate` to `wanted` points a second, float32 [points]."""
     from scipy.signal import resample_poly
 
     if rate != wanted:

@@ -6,8 +6,8 @@ Solution: the package `datasets` writes the rows into an Arrow file, once for al
 of a microbatch by their numbers. The pages that the file has in memory belong to the system, which drops them as it
 needs to. A process keeps 8 bytes of a row for its number of terms, and as many for each length.
 
-A folder in the cache is named by a digest of everything that decides the rows. It appears whole or not at all: who
-holds the lock writes beside it and renames. The system frees the lock of a process that was killed.
+A folder in the cache is named by a digest of everything that decides the rows. It appears whole or not at all: the
+process that holds the lock writes a temporary folder and renames it. The system frees the lock of a killed process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE = 250
 """The number of samples that are converted at once."""
 
 MOST_NOTES = 3
-"""The number of sentences on what became of samples that are kept."""
+"""The most notes on the preparation of samples that are kept."""
 
 _TERMS = "number of terms"
 """The column of the numbers of terms."""
@@ -39,7 +39,7 @@ class StoredRows(Rows):
     """The rows in a folder that `write_rows` wrote, read as they are asked for. They are for training: no metrics.
 
     Attributes:
-        contents: of the files from which the rows were made (`contents_of_files`).
+        contents: the states of the files from which the rows were made (`contents_of_files`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,7 +119,7 @@ def cached_rows(
         cache: the folder of all caches, which may not be there yet.
         decides: everything that decides the rows.
         parts: makes the rows.
-        contents: reads what `StoredRows` keeps of the files.
+        contents: returns the `contents` of `StoredRows`.
 
     Raises ValueError if the folder cannot be written, and what `parts` raises.
     """

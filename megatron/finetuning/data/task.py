@@ -17,14 +17,14 @@ Forward = Callable[[nn.Module, Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Prompts:
-    """What evaluations generate from.
+    """The prompts from which evaluations generate.
 
     Attributes:
         texts: the prompts as texts.
         references: the true answers.
         ids: the token ids of each prompt.
         encoded: for a model with an encoder, the prompts as it reads them, [prompts, tokens]; otherwise empty.
-        notes: sentences for the user on what became of the samples.
+        notes: sentences for the user on how the samples were prepared.
     """
 
     texts: Sequence[str]
@@ -69,7 +69,7 @@ class Task:
         keep: fields of the model's output, besides the loss, that metrics need.
         summary: (name, tensor, microbatch) -> the part of a kept field that metrics need.
         auto_processor: the class of transformers that opens the tokenizer, or the processor of images or sound.
-        couples_rows: the loss of a row depends on the others of its microbatch, so that no row can fill it up.
+        couples_rows: the loss of a row depends on the other rows of its microbatch, so no row can fill up a microbatch.
         new_head: initialise a head that the model's folder lacks at random, and ignore the head of another task.
     """
 
@@ -121,7 +121,8 @@ def give_padding(tokenizer: Any) -> None:
 
 
 def require_fast(tokenizer: Any, who: str, knows: str = "which characters a token is") -> None:
-    """Raise ValueError for a tokenizer that does not say what a task, named by `who`, has to know."""
+    """Raise ValueError unless the tokenizer is a fast one. `who`: the task that needs it. `knows`: what the task has to
+    know."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{who} has to know {knows}, and the model's tokenizer does not say; give its folder a tokenizer.json"

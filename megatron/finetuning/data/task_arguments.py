@@ -8,8 +8,7 @@ from collections.abc import Callable
 from megatron.documents.flag_types import within
 
 PREFERENCE = "dpo"
-"""The task of direct preference optimization (DPO), whose flags are named as in TRL where their names say whose they
-are."""
+"""The task of direct preference optimization (DPO)."""
 
 CHATS = ("chat", "image-text-to-text")
 """The tasks whose samples are conversations."""
@@ -80,7 +79,7 @@ def add_task(add: Callable[..., argparse.Action]) -> None:
 
 
 def validate_task(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that --task does not read, and for a dpo that has no beginning to compare with."""
+    """Raise ValueError for a flag that --task does not read, and for an evaluation of dpo that has no reference."""
     for name, tasks in TASKS_OF_FLAG.items():
         if getattr(args, name) not in (None, 0, _DEFAULTS.get(name)) and args.task not in tasks:
             raise ValueError(f"--{name} is for --task {', '.join(tasks)}, and --task is {args.task}; leave it out")

@@ -13,7 +13,7 @@ class TextMetric:
     """A row of the table of metrics.
 
     Attributes:
-        names: of the values.
+        names: the names of the values.
         compute: (generated texts, references) -> value by name.
         package: the package that has the metric; None: it needs none.
     """
