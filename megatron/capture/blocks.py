@@ -149,8 +149,8 @@ def crossings(
     Args:
         stage_of_node: number of operator -> stage; the stages of free operators are ignored.
         relay: whether stages pass on a tensor that several stages need.
-        chain: a tensor passes through every stage between the one that makes it and the last one that needs it, and
-            each stage that uses a parameter has a copy of its own, so that no stage needs any but the one before it.
+        chain: a tensor passes through every stage between its maker and the last stage that needs it, and each stage
+            that uses a parameter has a copy of its own. So each stage needs only the stage before it.
 
     Raises ValueError for an operator without a stage, a stage without operators, a block in several stages, or a stage
     that needs a later stage.

@@ -1,9 +1,9 @@
 """Decisions by the values of a batch, such as ``if labels.max() >= num_labels: raise``.
 
-Problem: torch.export captures one course of a forward, and has no values to decide by.
+Problem: torch.export captures one path through a forward, and has no values to decide by.
 Solution: the forward runs once on the capture's batch (`rehearsed`), which records each answer with its line of source.
 The capture repeats the answers (`Repeated`), and its graph checks them for every batch of a run: a batch that would be
-decided otherwise is refused. Only decisions by data are taken so; one by weights or random numbers stays refused.
+decided otherwise is refused. Only decisions by data are repeated; decisions by weights or random numbers stay refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class _Recorded(TorchFunctionMode):
 
 
 class Repeated(TorchFunctionMode):
-    """A block in which tensors that are asked for their truth give the recorded answers, in the order of each line, and
-    the graph gets a check of each. What was not recorded is asked as ever.
+    """A block in which the truth value of a tensor is the recorded answer, and the graph gets a check of each answer.
+
+    The answers of a source line are given in their order. A question without a recorded answer is evaluated as usual.
     """
 
     def __init__(self, answers: Mapping[Place, list[bool]]) -> None:

@@ -86,8 +86,8 @@ class Captured:
         return loss, dict(zip(self.kept, kept, strict=True))
 
     def refused_shapes(self, batch: Mapping[str, Tensor]) -> str | None:
-        """The condition on the shapes of a batch, of 2 samples or more, that the graph needs and `batch` breaks; None
-        if there is none."""
+        """The condition that the graph needs and that the shapes of `batch`, of 2 samples or more, break; None if they
+        break none."""
         assert self.guards is not None, "captured for one length"
         try:
             self.guards(*(batch[name] for name in self.inputs))

@@ -28,7 +28,8 @@ def graph_file(
 
     The nodes are the batch's tensors (`input`), then the blocks; ids number both in this order. `fwd_ms` and `bwd_ms`
     are times with recompute, so the backward includes a second forward; `fwd_plain_ms` and `bwd_plain_ms` are times
-    without recompute. `params` are the trained parameters, and as many more as would take the bytes of the frozen ones.
+    without recompute. `params` are the trained parameters, plus the number of parameters that take as many bytes of
+    weights as the frozen ones have.
     `mem_bytes` equals `mem_plain_bytes`: a recompute saves for one microbatch all that a forward saves; without
     recompute, the same amount is held for each microbatch in flight. A shared parameter is sent once for each version
     of the weights, so its `out_bytes` are its bytes over `microbatches_per_version`. A frozen one is never sent, since

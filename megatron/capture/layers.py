@@ -1,8 +1,8 @@
 """The layers of a captured model as stages of a chain, one for each, as a relay needs them (L2L).
 
-A layer is the outermost numbered module around an operator, such as `model.layers.3` or `encoder.block.0`. What lies
-between layers belongs to the stage of the last layer that it needs, and so do the norm, the head and the loss behind
-the last one. What needs no layer (embeddings, also of a decoder) belongs to the first stage.
+A layer is the outermost numbered module around an operator, such as `model.layers.3` or `encoder.block.0`. Operators
+between layers belong to the stage of the last layer that they need. So do the norm, the head and the loss behind the
+last layer. Operators that need no layer (embeddings, also of a decoder) belong to the first stage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _layer_of(node) -> str | None:
 
 
 def _parameters(captured: Captured, blocks, stages: list[int]) -> list[int]:
-    """How many elements the parameters of each stage have."""
+    """The number of elements of each stage's parameters."""
     names: list[set[str]] = [set() for _ in range(max(stages) + 1)]
     for stage, block in zip(stages, blocks, strict=True):
         names[stage].update(parameters_of(captured, block))

@@ -27,8 +27,8 @@ def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
     """Raise ValueError for an operator that cannot be cut. Precondition: the graph's dropout is seeded already.
 
     Such an operator writes into a parameter, a buffer, a constant or a tensor of the batch, draws random numbers of its
-    own, uses torch.vmap, or makes a shape that depends on values, unless it depends on data alone: such a result never
-    leaves its stage.
+    own, uses torch.vmap, or makes a shape that depends on values. A shape that depends on data alone is allowed, since
+    it never leaves its stage.
     """
     for node in graph_module.graph.nodes:
         for target in written_by(node):

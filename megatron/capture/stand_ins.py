@@ -1,4 +1,4 @@
-"""What stands in, while a model is exported, for calls in its code that torch.export cannot follow.
+"""Replacements, while a model is exported, for calls in its code that torch.export cannot follow.
 
 - ``len(tensor)`` is a Python number, which would fix the size of the batch; in the modules of the model it is the
   tensor's symbolic size.
@@ -6,14 +6,14 @@
   (the images of a batch); any other use of that object is refused.
 - ``torch.nn.functional.ctc_loss`` makes a tensor whose shape depends on values, for its own backward alone. It is kept
   as one operator.
-- ``torch.vmap`` leaves no more than a shell. Where transformers makes a mask so, from a function of four indices
-  (Gemma 3 with images), the function takes all indices at once.
+- ``torch.vmap`` leaves only a shell in the graph. If transformers makes a mask with it from a function of four indices
+  (Gemma 3 with images), the function is called with all indices at once.
 - ``torch._check_tensor_all`` becomes a check of each batch.
-- The gated delta rule (Qwen3-Next) solves a triangular system; for an export it would write out 63 steps in each layer,
-  which takes long. It is told that nothing is exported.
-- ``module.to(dtype)`` changes parameters, which torch.export lets nobody; it does nothing where the dtype is the same.
-- A tensor that a forward leaves in an attribute of its module is a fake one; the attribute becomes what it was.
-- What is drawn from Python's or numpy's generator would be repeated for ever, so it is refused.
+- The gated delta rule (Qwen3-Next) solves a triangular system. In an export it writes out 63 steps in each layer, which
+  takes long, so it is told that nothing is exported.
+- ``module.to(dtype)`` changes parameters, which torch.export does not allow; it does nothing if the dtype stays.
+- A tensor that a forward leaves in an attribute of its module is fake in an export, so the attribute is restored.
+- Random numbers from Python's or numpy's generator would be the same in all runs of the graph, so they are refused.
 - A gradient that is written by hand (``torch.autograd.Function``, a hook) would be lost, because a captured graph has
   the gradients of its operators. It is refused.
 """

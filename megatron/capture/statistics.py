@@ -1,4 +1,4 @@
-"""What a forward keeps in buffers: the running statistics of batch norm, and values that each forward writes afresh.
+"""The buffers that a forward writes: the running statistics of batch norm, and values that each forward writes afresh.
 
 Problem: a stage runs a microbatch's forward again for a recompute, and must count its statistics once. Besides,
 torch.export writes "training" into the graph.
@@ -7,8 +7,8 @@ above all that it has seen, which a buffer beside the statistics records. So it 
 evaluation, nor a trial (a `Draw` with a sample below 0). The statistics are of the microbatches that a stage
 runs: replicas have their own.
 
-A buffer that each forward overwrites before it reads it (the frequencies of longrope) is no state. Its readers take the
-value that was to be written.
+A buffer that each forward overwrites before it reads it (the frequencies of longrope) holds no state. Its readers take
+the value that would be written.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def counted_batch_norm(
 def count_statistics(graph_module: fx.GraphModule) -> int:
     """Replace each batch norm that keeps statistics by `counted_batch_norm`. Returns how many are replaced.
 
-    A batch norm whose buffers another operator uses, as one that a forward calls twice, stays as it is, and is refused
-    as a write.
+    A batch norm whose buffers another operator uses, such as one that a forward calls twice, stays as it is and is
+    refused as a write.
     """
     graph = graph_module.graph
     found = [node for node in graph.nodes if node.target is aten.batch_norm.default and node.args[5]]
@@ -94,7 +94,7 @@ def counted_in(graph: fx.Graph) -> frozenset[str]:
 
 
 def forget_overwritten(graph_module: fx.GraphModule) -> None:
-    """Let the readers of a buffer that is overwritten as a whole, before anything reads it, read what is written."""
+    """Let the readers of a buffer that is overwritten as a whole before any read take the written value instead."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.target is not aten.copy_.default or node.args[0].op != "get_attr":

@@ -80,7 +80,7 @@ MOST_EFFORT_UNITS = 600
 """The number of units beyond which the search after refinement is shortened in proportion."""
 
 SHARE = 0.1
-"""The part of a run's greatest possible saving of time that the search for this saving may take."""
+"""The search may take this fraction of the greatest time that it could save in the run."""
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ class PartitionState:
         return Placed(tuple(self.stage_of), tuple(self.device_of))
 
     def window(self, unit: int) -> range:
-        """The stages to which a unit may move, but for `may_move`'s rule on devices."""
+        """The stages to which a unit may move, apart from the rule of `may_move` on devices."""
         stage_of = self.stage_of
         first = max((stage_of[each] for each in self.units.producers[unit]), default=0)
         last = min((stage_of[each] for each in self.units.consumers[unit]), default=len(self.device_of) - 1)
