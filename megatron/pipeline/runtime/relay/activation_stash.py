@@ -1,11 +1,11 @@
 """Saved activations that wait in host memory: SWAP_OUT and SWAP_IN on one rank.
 
-Problem: a rank may save more microbatches than its device has room for, and no other rank has to spare.
+Problem: a rank may save more microbatches than its device has room for, and no other rank may have room to spare.
 
-Solution: what a microbatch saves leaves its graph as it does for a pair rank (`SavedTensors`), but span by span into
-host memory, so that the device needs no buffer for it. It comes back into a buffer of the rank's pool, from which the
-backward reads. Copies run in the lanes of the host, one in each direction at a time. Buffers are made for the worst
-timing that the row allows, so their number depends only on the program.
+Solution: the tensors that a microbatch saves leave its graph as they do for a pair rank (`SavedTensors`), but are
+copied span by span into host memory, so that the device needs no buffer for them. They come back into a buffer of the
+rank's pool, from which the backward reads. Copies run in the lanes of the host, one in each direction at a time.
+Buffers are made for the worst timing that the row allows, so their number depends only on the program.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron.pipeline.runtime.relay.input_stash import HostStash, copy
 
 
 class ActivationStash(HostStash):
-    """All that microbatches save, for SWAP_OUT and SWAP_IN.
+    """The saved activations of microbatches on the host, for SWAP_OUT and SWAP_IN.
 
     Args:
         saved: counts the microbatches that are saved on the device.
         memory: the activation memory with which the stages were built.
-        number_of: the number in the program of each stage, by its `index`, which is that in the model.
+        number_of: `index` of each of the rank's stages, its number in the model -> its number in the program.
     """
 
     def __init__(self, saved: SavedMicrobatches, memory: ActivationMemory, number_of: Mapping[int, int]) -> None:
@@ -68,7 +68,7 @@ class ActivationStash(HostStash):
         return come
 
     def restore(self, stage: Stage, microbatch: Microbatch) -> None:
-        """Give the activations, if they have come back, to the stage. Called before its recompute or backward."""
+        """Give the stage its activations, if they have come back. Called before its recompute or backward."""
         key = self._number_of[stage.index], microbatch.index
         buffer = self._arrived(key)
         if buffer is not None:

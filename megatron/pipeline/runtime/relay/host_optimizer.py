@@ -145,7 +145,7 @@ class HostOptimizer:
             self._store.replicas.barrier()
 
     def _counted_on(self, settings: Settings) -> Settings:
-        """`settings`, with the options that steps change as the last update of the batch before has left them."""
+        """Return `settings`, but with the options that steps change as the previous batch's last update left them."""
         if settings is not self._settings:
             self._settings = settings
             self._counters = [
@@ -234,9 +234,9 @@ _Key = tuple[Tensor, str]
 class HostMoments:
     """The memory of the moments: the tensors of an optimizer's state that have the shape of their parameter.
 
-    A moment is moved here before a step if it was loaded from a checkpoint, or after the step that has made it. From
-    then on the state refers to the tensor here, and steps change it in place. Other entries of the state, such as
-    counters, are not moved.
+    A moment is moved to this memory before a step if it was loaded from a checkpoint, or after the step that has made
+    it. From then on the state refers to the tensor in this memory, and steps change it in place. Other entries of the
+    state, such as counters, are not moved.
 
     `make(shape, dtype)` allocates memory on the host.
     """

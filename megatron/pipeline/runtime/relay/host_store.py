@@ -106,7 +106,7 @@ class HostStage:
     """A stage on the host.
 
     Attributes:
-        names: of the stage's parameters, in their order.
+        names: the names of the stage's parameters, in their order.
         device_layout: the places of all weights on the device. Those in `layout` come first.
         layout, gradient_layout, master_layout: the places of weights that are not packed, gradients and masters.
         flat, flat_gradients: dtype -> 1-d tensor.
@@ -130,7 +130,7 @@ class HostStage:
     packed: PackedWeights
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a tensor in the shape of a parameter that this process steps: a 1-d view, or the whole tensor."""
+        """The part that this process steps of a tensor with a parameter's shape: a 1-d view, or the whole tensor."""
         return tensor if self.share is None else tensor.detach().view(-1)[self.share[name]]
 
     def own_gradients(self) -> dict[torch.dtype, tuple[slice, Tensor]]:
@@ -190,7 +190,7 @@ class HostStore:
         stages: stage -> name -> parameter with its initial value, which is copied. Names must be different over all
             stages.
         values: stage -> name -> the initial value, in the weight's dtype or in the master's; called for one stage after
-            another, so that no more than one is held twice. None: the values of the parameters.
+            another, so that at most one stage is held twice. None: the values of the parameters.
         device: the device that copies from the host memory.
         masters: name -> FP32 master that exists; its values are moved to host memory. True: make a master for each
             weight of lower precision. False: no masters.
@@ -199,7 +199,8 @@ class HostStore:
         replicas: the replicas that share the store; None: it is not shared. If they are several, the constructor is
             collective, and the values come from the first of them.
         gathers: each replica fetches a share of the weights, and their devices gather the shares.
-        packing: the form of frozen weights whose name `packs` accepts; None: all are as they are.
+        packing: the packed form of the frozen weights that it `takes`; None: no weights are packed.
+        packs: name -> whether the weight of that name may be packed.
 
     Attributes:
         stages: stage -> `HostStage`.
@@ -319,7 +320,7 @@ def _place_of(
 
 
 def trained(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters that have gradients. The others are frozen: they are fetched, and nothing of them returns."""
+    """The parameters that have gradients. The others are frozen: they are fetched, and never copied back."""
     return {name: each for name, each in parameters.items() if each.requires_grad}
 
 

@@ -55,7 +55,7 @@ Key = TypeVar("Key", bound=Hashable)
 class NormsOnHost(Generic[Key]):
     """Stores the norms of the gradients of one batch at a time on the host.
 
-    Calls may come from several threads, but not at the same time, and their streams must be ordered in the same way.
+    Several threads may call the methods, one at a time, if their streams do the work in the order of the calls.
 
     Args:
         keys: the keys of all norms, in the order in which `take` returns them.

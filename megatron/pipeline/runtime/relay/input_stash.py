@@ -20,9 +20,9 @@ the lanes.
 
 The main thread allocates and frees at fixed places of its row, and not when a copy happens to end. So memory follows
 from the program, and on CUDA all blocks are allocated and freed in the order of one stream. An offloaded input is
-therefore held on the device until a computation has waited for its OFFLOAD or for a later one of the lane. A host
-buffer is reused after a computation has waited for the RELOAD from it. `HostStash` has what saved activations need, too
-(`activation_stash`).
+therefore held on the device until a computation has waited for its OFFLOAD or for a later OFFLOAD of the lane. A host
+buffer is reused after a computation has waited for the RELOAD from it. The stash of saved activations
+(`activation_stash`) has the same base class, `HostStash`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RelayLedger:
         return peak
 
     def take_over(self, before: RelayLedger) -> None:
-        """Count the peak of an earlier ledger of the rank, whose relay is closed, as one's own."""
+        """Take over the recent peak of the rank's earlier ledger, whose relay is closed."""
         self._recent_peak = max(self._recent_peak, before._recent_peak)
 
     def note_on_device(self, tensor: Tensor | None) -> None:
@@ -144,12 +144,12 @@ class HostStash:
         self._device = torch.device(device)
         self._make = streams_of(self._device).host_buffer
         self._ledger = ledger
-        self._free: dict[int, list[Tensor]] = {}  # bytes -> free host buffers of as many
-        self._away: dict[_Key, tuple[Tensor, Tensor]] = {}  # of what has left: host buffer, and its part in use
-        # What is on the device is in a list, and a copy refers to the list. So the main thread frees it by emptying the
-        # list, even while the thread of a lane still refers to the copy.
-        self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # what is being copied, in the order of the lane
-        self._coming: dict[_Key, list[Tensor]] = {}  # what is being copied back
+        self._free: dict[int, list[Tensor]] = {}  # size in bytes -> free host buffers
+        self._away: dict[_Key, tuple[Tensor, Tensor]] = {}  # microbatches on the host -> buffer, and its part in use
+        # A list holds the tensors on the device, and the function that copies them refers to the list. So the main
+        # thread frees the tensors by emptying the list, even while a lane's thread still refers to the function.
+        self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # copies to the host, in the order of the lane
+        self._coming: dict[_Key, list[Tensor]] = {}  # copies to the device
 
     @property
     def host_bytes(self) -> int:
@@ -158,9 +158,9 @@ class HostStash:
         return in_use + sum(size * len(free) for size, free in self._free.items())
 
     def note_awaited(self, word: Instruction) -> None:
-        """Free what is known to have been copied to the host, since a computation has waited for `word`.
+        """Free the tensors whose copies to the host are done, since a computation has waited for `word`.
 
-        `word` is a word of the stash; other instructions are ignored. The copies before it in the lane are done, too.
+        `word` is an instruction of the stash; others are ignored. The copies before `word` in its lane are done, too.
         """
         key = word.stage, word.microbatch
         if word.kind in STASH_WORDS and any(each == key for each, _ in self._leaving):
@@ -171,17 +171,20 @@ class HostStash:
                 self._left(left[0])
 
     def _left(self, stage: int) -> None:
-        """Called where something of a microbatch at a stage is known to have left."""
+        """Called when the tensors of a microbatch are known to have left the device."""
 
     def end_backward(self, stage: int, microbatch: int) -> None:
-        """Called behind the backward of a microbatch, or behind its input half."""
+        """Called after the backward of a microbatch, or after its input half."""
 
     def require_empty(self) -> None:
         """Assert that nothing is on the host or being copied. Called while drained."""
         assert not (self._away or self._leaving or self._coming), f"microbatches {list(self._away)} are still away"
 
     def _send(self, key: _Key, place: list[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory for a microbatch, with this shape and type. `place`: what the copy reads and frees."""
+        """Return host memory with this shape and dtype for a microbatch.
+
+        `place`: the list of the tensors that the copy reads, which is emptied to free them.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
         whole = self._take(num_bytes)
         buffer = whole[:num_bytes].view(dtype).view(shape)
@@ -209,8 +212,8 @@ class HostStash:
     def _take(self, num_bytes: int) -> Tensor:
         """Return a host buffer of at least `num_bytes`.
 
-        A new one takes the place of a free one that is too small, so there are never more than microbatches on the
-        host at once, and none is larger than the largest of them.
+        A new buffer replaces a free buffer that is too small. So there are at most as many buffers as there were
+        microbatches on the host at once, and no buffer is larger than the largest of these microbatches.
         """
         sizes = sorted(size for size, free in self._free.items() if free)
         fitting = next((size for size in sizes if size >= num_bytes), None)
@@ -252,7 +255,7 @@ class InputStash(HostStash):
         self._saved.remove(stage)
 
     def restore(self, stage: Stage, microbatch: Microbatch) -> None:
-        """Give the reloaded input, if there is one, to the stage. Called after its RELOAD, before its recompute."""
+        """Give the stage its reloaded input, if there is one. Called after its RELOAD, before its recompute."""
         input = self._arrived((stage.index, microbatch.index))
         if input is not None:
             stage.restore_input(microbatch, input)

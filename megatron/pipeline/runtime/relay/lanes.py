@@ -4,10 +4,10 @@ Problem: FETCH, FREE, STORE_GRAD and UPDATE run at the same time as the computat
 instructions: in its own lane, in another lane, in the chain of reductions, or in the row.
 
 Solution: three `LaneThread`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator use, too. An
-instruction begins when the one before it in its lane and its dependencies are complete, and on CUDA also when the
-device has done the earlier work of the row. Computations on the main thread and reductions on the thread of the chain
-wait for their dependencies. An instruction is complete when its call has returned and the stream of its lane has done
-the work. Other streams wait for this stream, and where the host itself accesses host memory, the host waits for it.
+instruction begins when its predecessor in its lane and its dependencies are complete, and on CUDA also when the device
+has done the earlier work of the row. Computations on the main thread and reductions on the thread of the chain wait for
+their dependencies. An instruction is complete when its call has returned and the stream of its lane has done the work.
+Other streams wait for this stream, and where the host itself accesses host memory, the host waits for the stream.
 
 A failure on any of these threads ends all waits at once.
 """
@@ -127,8 +127,7 @@ class Lanes:
         return reduce
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until the dependencies of `computation` are complete. Return whether any of them was not complete yet,
-        or on CUDA may still have been at work on the device.
+        """Wait until the dependencies of `computation` are complete. Return whether there was anything to wait for.
 
         On CUDA the host waits until their work is queued on the device, and the current stream waits until it is done.
 
@@ -168,8 +167,7 @@ class Lanes:
             lane.close(timeout)
 
     def abandon(self, timeout: float) -> bool:
-        """End all waits, and stop the threads without their requests. Return whether they have ended within `timeout`
-        seconds each."""
+        """End all waits with an error, so that the threads stop. Return whether each ends within `timeout` seconds."""
         with self._progress:
             self._error = self._error or RuntimeError("the engine was given up")
             self._progress.notify_all()

@@ -7,10 +7,10 @@ Solution: the ranks of a data-parallel group exchange the names of their hosts o
 host map the same memory. Each of them can read all of it and writes its share. The memory is an anonymous file
 (``memfd``). The first replica makes it, the others open it through ``/proc``, and afterwards no name and no descriptor
 of it is left. So the kernel frees the memory when the last process ends for any reason. Nothing stays in /dev/shm, and
-its size is no limit.
+the size of /dev/shm is no limit.
 
 `barrier` waits for all replicas. If a process has ended, the connection breaks and the wait ends at once. If a process
-does not join in time, the error has its rank.
+does not join in time, the error names its rank.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NodeReplicas:
         return NodeReplicas(self.ranks, host=self.host, device=self._streams.device, timeout=self.timeout)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeroed host memory that all replicas have mapped, or private to the process if it is alone. Collective."""
+        """Zeroed host memory that all replicas have mapped; private memory for a single replica. Collective."""
         count = torch.Size(shape).numel()
         if self.size == 1 or not count:
             return self._streams.kept_host_buffer(shape, dtype)
@@ -170,7 +170,7 @@ def _mapped(process: int, file: int, token: int, count: int, dtype: torch.dtype)
 
 
 def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:
-    """The ranks of `ranks` whose host has the name `host`, in the same order."""
+    """The ranks in `ranks` whose host has the name `host`, in the same order."""
     if len(ranks) == 1:
         return ranks
     store = meeting_of("host", ranks)
@@ -181,7 +181,7 @@ def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:
 
 
 def meeting_of(what: str, ranks: Sequence[int]) -> dist.PrefixStore:
-    """A new store for these ranks and the purpose `what`. All ranks must call it equally often."""
+    """A new store for these ranks and the purpose `what`. All ranks must call it the same number of times."""
     store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(fresh_name(f"node_replicas/{what}", ranks), store)
 

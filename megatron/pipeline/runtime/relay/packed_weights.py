@@ -1,10 +1,10 @@
-"""Frozen weights in 4 or 8 bits on the host: they cross the link so, and are weights again on the device.
+"""Frozen weights packed in 4 or 8 bits on the host: the packed form is copied, and the device unpacks it.
 
 A weight is cut into blocks of `BLOCK` elements in memory order. Each block has one FP32 scale and a code for each
 element. `NF4` has 16 levels, the quantiles of a normal distribution (QLoRA, Dettmers et al. 2023, appendix E), scaled
 by the block's largest magnitude; two codes share a byte, the first in its upper half. `INT8` has whole numbers from
--127 to 127. Scales are not quantized again. Layers compute with the unpacked weights, so a run has the bits of a model
-whose weights were rounded so before.
+-127 to 127. Scales are not quantized again. Layers compute with the unpacked weights, so a run has the same bits as a
+run with weights that were packed and unpacked before (`Packing.rounded`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-_AT_ONCE = 2**22  # elements, so that what unpacking needs besides does not grow with a weight
+_AT_ONCE = 2**22  # elements; packing in parts bounds the temporary memory
 
 
 class Packing(ABC):
-    """A form of packed weights. `bits`: of an element, without its share of a scale."""
+    """A form of packed weights. `bits`: the bits of an element, without its share of a scale."""
 
     bits: int
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether a weight can have this form: a matrix, or several, of whole blocks."""
+        """Whether a weight can have this form: it has at least two dimensions and a whole number of blocks."""
         return weight.dim() > 1 and weight.is_floating_point() and weight.numel() % BLOCK == 0
 
     def empty(self, weight: Tensor) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class Packing(ABC):
 
     @torch.no_grad()
     def unpack(self, codes: Tensor, scales: Tensor, weight: Tensor) -> None:
-        """Write the weight that the parts mean, rounded to its dtype."""
+        """Write the unpacked weight, rounded to its dtype."""
         flat = weight.view(-1)
         for part in _parts(weight.numel()):
             levels = self._levels(codes[part.start * self.bits // 8 : part.stop * self.bits // 8])
@@ -65,11 +65,11 @@ class Packing(ABC):
 
     @abstractmethod
     def _codes(self, scaled: Tensor) -> Tensor:
-        """uint8 codes of FP32 numbers from -1 to 1."""
+        """Return the uint8 codes of FP32 numbers from -1 to 1."""
 
     @abstractmethod
     def _levels(self, codes: Tensor) -> Tensor:
-        """FP32 numbers from -1 to 1."""
+        """Return the FP32 numbers, from -1 to 1, of uint8 codes."""
 
 
 class Nf4(Packing):
@@ -116,4 +116,4 @@ def _parts(count: int) -> list[slice]:
 
 
 PACKINGS: dict[int, Packing] = {4: Nf4(), 8: Int8()}
-"""Bits of an element -> the form."""
+"""Bits of an element -> the form of packed weights."""

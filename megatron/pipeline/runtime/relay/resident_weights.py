@@ -110,7 +110,7 @@ class ResidentWeights:
         return sum(each.nbytes for each in (*self._arena.values(), *self._arriving.values()))
 
     def of_stage(self, stage: int) -> StageWeights:
-        """The weights of a stage, with which the stage is built in place of weight versions."""
+        """The weights of a stage. The stage is built with this object in place of `WeightVersions`."""
         return StageWeights(self, stage)
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
@@ -159,7 +159,7 @@ class ResidentWeights:
         return lambda: None
 
     def close(self) -> None:
-        """End the communicator with which fetches gather. Collective over the replicas that gather."""
+        """End the communicator of the gathers. Collective over the replicas that gather."""
         if self._gather is not None:
             self._gather.close()
 
@@ -203,7 +203,7 @@ class ResidentWeights:
 
 
 class StageWeights:
-    """The weights of one stage, with the method of weight versions that stages call."""
+    """The weights of one stage, with the method of `WeightVersions` that stages call."""
 
     def __init__(self, weights: ResidentWeights, stage: int) -> None:
         self._weights = weights
@@ -230,7 +230,7 @@ class _WeightGather:
     """
 
     def __init__(self, replicas: NodeReplicas, *, device: torch.device) -> None:
-        self._replicas = replicas.again()  # this lane's connection: updates and reductions run at the same time
+        self._replicas = replicas.again()  # a connection for this lane: updates and reductions run at the same time
         self._streams = streams_of(device)
         self._communicator = None
         if self._streams.runs_ahead:
@@ -264,7 +264,7 @@ class _WeightGather:
 
 
 class HostVersions:
-    """The weights on the host, with the methods of weight versions that evaluations and checkpoints use."""
+    """The weights on the host, with the methods of `WeightVersions` that evaluations and checkpoints use."""
 
     def __init__(self, store: HostStore, weights: ResidentWeights) -> None:
         self._store = store
@@ -289,13 +289,13 @@ class HostVersions:
         return [self.newest]
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        """Name -> what the optimizer steps, which is the master where a weight has one; not copied."""
+        """Name -> the tensor that the optimizer steps, not copied: the master if the weight has one, else the weight."""
         assert version == self.newest, f"the host has version {self.newest}, and not {version}"
         return {name: self._store.parameters[name] for stage in self._store.stages.values() for name in stage.gradients}
 
     @torch.no_grad()
     def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Write the only version of a checkpoint, as `tensors` gave it."""
+        """Restore the only version of a checkpoint, in the form that `tensors` returns."""
         [(version, tensors)] = mapping.items()
         for name, tensor in self.tensors(self.newest).items():
             tensor.copy_(tensors[name])

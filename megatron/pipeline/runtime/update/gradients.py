@@ -1,4 +1,4 @@
-"""Gradient buffers, the squared norm of gradients, and one small all-reduce per batch by which all ranks decide alike.
+"""Gradient buffers, the squared norm of gradients, and one small all-reduce per batch for decisions of all ranks.
 
 Problem: without flushes the first backwards of batch j+1 run while the gradients of batch j are still being reduced and
 clipped, so the two batches must not share memory.
@@ -122,7 +122,7 @@ class GradientBuffers:
             parameter.grad = None if buffer is None or name in without else buffer.views[name]
 
     def copy_of(self, buffer: GradientBuffer) -> SimpleNamespace:
-        """A copy of the gradients with `views` as in `GradientBuffer`; `flat` has the tensors of `views`."""
+        """Return a copy of the gradients, with `views` as in `GradientBuffer` and with the same tensors as `flat`."""
         views = {name: view.clone() for name, view in buffer.views.items()}
         return SimpleNamespace(views=views, flat=views.values())
 
@@ -274,11 +274,11 @@ class DeviceUpdate:
 
     - `_new_batch(info)`: returns a new `Batch`;
     - `_predict(version, batch, partial, partial_embed)`: makes the predicted weights;
-    - `_repeat(version)`: makes them by taking the last update again;
+    - `_repeat(version)`: makes the predicted weights by taking the last update again;
     - `_reduction`: an object that reduces gradients over other ranks. `over_data(buffer)` averages a buffer over the
       replicas. `tied_key` is the key of the tied embedding, where its two stages are on different ranks.
       `over_partial_embedding(gradient, over_data=)` adds up the gradients of the embedding on the first and the last
-      stage; with `over_data` it averages them over the replicas before.
+      stage; with `over_data` it first averages them over the replicas.
 
     Args:
         versions: the weights.

@@ -1,8 +1,8 @@
 """A copy of what an optimizer's step changes, from which the step can be undone exactly.
 
-A step that was taken before the norm of all gradients was known may turn out to be wrong. To take it back by the
-inverse formula would leave other last bits, and cannot bring back what was not finite. So a rank copies weights,
-masters and moments before such a step, and copies them back. The memory of the copy is allocated once and then reused.
+A step that was taken before the norm of all gradients was known may turn out to be wrong. The inverse formula would
+round differently, and cannot recover values from results that are not finite. So a rank copies weights, masters and
+moments before such a step, and copies them back to undo it. The memory of the copy is allocated once and then reused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _Place = tuple[Any, ...]
 
 
 class KeptState:
-    """A copy of what a step changes on one rank.
+    """A copy of everything that a step changes on one rank.
 
     Args:
         parameters: the parameters of the model.
-        optimizers: their optimizers, whose groups may have masters in their place.
+        optimizers: the optimizers of these parameters; their groups may have masters in place of the parameters.
         others: further objects whose attributes a step replaces: numbers, tensors, and dictionaries of these.
     """
 
@@ -33,7 +33,7 @@ class KeptState:
         self._parameters, self._optimizers = list(parameters), list(optimizers)
         self._others = [each for each in others if each is not None]
         self._copies: dict[_Place, Tensor] = {}  # kept from step to step
-        self._taken: dict[_Place, Tensor] = {}  # what the last copy was taken of
+        self._taken: dict[_Place, Tensor] = {}  # the tensors that the last `take` copied
         self._numbers: list[dict[str, Any]] = []
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ class DynamicScaler:
     Attributes:
         scale: the present scale.
         growth, backoff: the factors by which the scale changes.
-        interval: the number of successive batches without an overflow after which it grows.
+        interval: the number of successive batches without an overflow after which the scale grows.
         least: the smallest scale.
     """
 
@@ -51,7 +51,7 @@ class DynamicScaler:
 
 
 class LossScales:
-    """The loss scale of each batch, from a scaler: megatron.core's, or `DynamicScaler` (None: it is always 1).
+    """The loss scale of each batch, from a scaler: megatron.core's or `DynamicScaler`. Without a scaler it is always 1.
 
     Under 2bw batch j begins before the step of batch j-1, so it cannot use the scale after that step. Batch j uses the
     scale after the STEP of batch j-2 (`delay` 2); under flush it uses the scale after the STEP of batch j-1 (`delay`

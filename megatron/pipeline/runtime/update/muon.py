@@ -170,8 +170,8 @@ class Muon(torch.optim.AdamW):
     Args:
         params: as for any torch optimizer. The parameters of a group with the option `muon` have two dimensions.
         lr, betas, eps, weight_decay: as for AdamW; Muon uses `lr` and `weight_decay`, too.
-        momentum, nesterov: Muon's. They are not options of groups, which a checkpoint would bring along.
-        orthogonalization: its settings; None: the defaults.
+        momentum, nesterov: Muon's. They are not options of groups, because a checkpoint would restore such options.
+        orthogonalization: the settings of the orthogonalisation; None: the defaults.
     """
 
     def __init__(

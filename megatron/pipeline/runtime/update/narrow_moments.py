@@ -1,15 +1,16 @@
-"""AdamW whose moments are narrower than FP32 between steps.
+"""AdamW that stores its moments between steps in a narrower dtype than FP32.
 
-A step is torch's AdamW in FP32, for one parameter after another, and rounds the moments behind it. (Transformer
+A step is torch's AdamW in FP32, for one parameter after another, followed by the rounding of the moments. (Transformer
 Engine's FusedAdam does the same in one kernel, in another order of operations.)
 
-Problem: BF16 has 8 significant bits. With a decay of 0.999 the second moment shrinks by a thousandth in a step, which
-rounding to the nearest value undoes. So the moment only grows, and steps become too small.
+Problem: BF16 has 8 significant bits. With a decay of 0.999 the second moment can shrink by at most a thousandth in a
+step, and rounding to the nearest value undoes this. So the moment only grows, and steps become too small.
 
 Solution: dithered rounding. A 16-bit number is added to the bits of the FP32 value before the lower 16 are cut off.
 Over the steps these numbers are evenly spread (a Weyl sequence), so an element rounds up in as many steps as it should.
-The numbers depend on the step and on the element's index modulo `PERIOD`. So replicas that step shares of a parameter,
-cut at multiples of `PERIOD`, compute the bits of one that steps it whole, and a resumed run those of the run before.
+The numbers depend on the step and on the element's index modulo `PERIOD`. So the bits are the same whether one replica
+steps a whole parameter or several replicas step shares of it, cut at multiples of `PERIOD`. A resumed run also computes
+the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class OneByOne(torch.optim.Optimizer, ABC):
         lr, betas, eps, weight_decay: as for Adam; a group may have values of its own.
     """
 
-    adams_state = True  # for megatron.backend.fixes, which completes it before a load
+    adams_state = True  # tells megatron.backend.fixes to complete the state before a load
 
     def __init__(
         self,
@@ -50,7 +51,10 @@ class OneByOne(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient. `closure`: computes them, and the loss that is returned."""
+        """Step every parameter that has a gradient.
+
+        `closure`, if given, computes the gradients first and returns the loss, which this method returns.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -89,7 +93,7 @@ class NarrowMoments(OneByOne):
         self._dithers, self._fused = dithers, fused
 
     def make_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Make the state of a parameter, where it has none."""
+        """Make the state of a parameter, if it has none."""
         state = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0))
         for name, dtype in self._dtypes.items():
@@ -97,7 +101,7 @@ class NarrowMoments(OneByOne):
                 state[name] = torch.zeros_like(parameter, dtype=dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. torch gives loaded moments the type of their parameter, which here is taken back."""
+        """Load a state. torch converts loaded moments to their parameter's dtype; this method converts them back."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update({name: state[name].to(dtype) for name, dtype in self._dtypes.items() if name in state})

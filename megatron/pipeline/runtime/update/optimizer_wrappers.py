@@ -1,7 +1,7 @@
 """Optimizers around a torch optimizer: a stand-in with other parameters, gap-aware steps, FP32 masters.
 
-`stand_in` makes an optimizer of the same type with other groups and another state. Its step is computed as by the
-original optimizer, and neither hooks nor learning-rate schedules see the step.
+`stand_in` makes an optimizer of the same type with other groups and another state. It steps by the rule of the original
+optimizer, and neither hooks nor learning-rate schedules see the step.
 
 `GapAware` (Barkai et al., 2020). A stale gradient was computed at weights that have been stepped since. Dividing the
 gradient by the number of these steps shrinks it too much if the steps were small. So each element of a gradient is
@@ -48,7 +48,7 @@ def stand_in(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same type with these groups, this state and no hooks.
 
-    `shares_tables`: the stand-in has the other dicts and lists of `optimizer` itself, and not copies.
+    `shares_tables`: the stand-in has the other dicts and lists of `optimizer` itself, not copies of them.
     """
     made = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -73,7 +73,8 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a call of `step` runs more than the optimizer's own rule: a hook, or another `step` on the instance.
 
-    A learning-rate scheduler puts a `step` on the instance that notes the call (`note_step`). It does not count.
+    A learning-rate scheduler puts a `step` on the instance that notes the call (`note_step`). Such a `step` does not
+    count.
     """
     hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *(getattr(optimizer, each) for each in HOOKS))
     step = vars(optimizer).get("step")
@@ -103,7 +104,7 @@ _AVERAGE = "step_average"
 
 
 class _Wrapper:
-    """An optimizer around `optimizer`, whose groups are its own."""
+    """An optimizer around `optimizer`, with the same groups."""
 
     optimizer: torch.optim.Optimizer
 
@@ -116,7 +117,7 @@ class _Wrapper:
 
 
 class GapAware(_Wrapper):
-    """Gap-aware steps of `optimizer`. A scheduler or a predictor is made for `optimizer` itself.
+    """Gap-aware steps of `optimizer`. Schedulers and predictors get `optimizer` itself.
 
     The running average is in the optimizer's state, so that a checkpoint has it. More memory is needed for a copy of
     the parameters per batch between `remember` and its step, and for another copy during a step.
@@ -163,7 +164,7 @@ class GapAware(_Wrapper):
 
 
 class MasterWeights(_Wrapper):
-    """Steps `optimizer`, whose parameters are FP32 masters of the weights. A scheduler is made for `optimizer` itself.
+    """Steps `optimizer`, whose parameters are FP32 masters of the weights. Schedulers get `optimizer` itself.
 
     Each step reads ``grad`` of the weights and writes the rounded masters into the weights. The weights must equal the
     rounded masters at first, also after a checkpoint was loaded. A step needs memory for one more FP32 number per

@@ -1,18 +1,18 @@
-"""Steps of Adam, AdamW and SGD on a GPU, and the predictions behind them, of many parameters in one Triton launch.
+"""Steps of Adam, AdamW and SGD on a GPU, and predictions after them, for many parameters in one Triton launch.
 
 Problem: a prediction reads the parameters and moments that the step before it has just read and written. Kernels for
 one operation at a time, as torch has them, read and write each operand many times.
 
 Solution: a program of the kernel keeps a block of a parameter and of its moments in registers. It takes the optimizer's
-own step and stores the results in place, and behind it the step to come, of which it stores the weights alone. Each of
-the two may be left out. The kernel finds its tensors by their addresses in a table with a row for each parameter, so
-they may lie anywhere, and a program finds its row by bisection over the numbers of the rows' first blocks.
+own step and stores the results in place. Then it takes the predicted step, and stores only its weights. Either step may
+be left out. The kernel finds the tensors by their addresses in a table with a row for each parameter, so the tensors
+may lie anywhere. A program finds its row by bisection over the numbers of the rows' first blocks.
 
-Arithmetic is FP32 and is that of torch's operators on a CPU with AVX2 or AVX-512: in their order, with multiplications
-fused into additions where they do it and nowhere else. So a step has the bits of the pass on a CPU
-(`elementwise_step`), except that roots are rounded correctly, and torch's may be off by one in the last place. torch's
-own kernels on a GPU may round in other places. All numbers that depend on options or on a count of steps are in a
-second table, so options need no kernels of their own.
+Arithmetic is FP32, with the operations of torch's operators on a CPU with AVX2 or AVX-512 in the same order. A
+multiplication is fused into an addition exactly where these operators fuse it. So a step has the bits of the pass on a
+CPU (`elementwise_step`), with one exception: the kernel rounds square roots correctly, and torch's may be off by one in
+the last place. torch's own kernels on a GPU may round in other places. All numbers that depend on options or on a count
+of steps are in a second table, so options need no kernels of their own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""The types of gradients behind predictions and of their results that the kernel reads and writes."""
+"""The dtypes that the kernel can read as gradients of predicted steps and write as predicted weights."""
 
 BLOCK = 1024
-"""Elements that a program steps: with 128 threads two vectors of four FP32 numbers for each thread and operand."""
+"""Elements that a program steps: each of its 128 threads has two vectors of four FP32 numbers per operand."""
 
 NUM_NUMBERS = 8
-"""Numbers of a step. Adam: coupled decay, what decoupled decay leaves, 1 - beta1, beta2, 1 - beta2, the square root of
-1 - beta2^t, epsilon, -lr / (1 - beta1^t). SGD: coupled decay, momentum, 1 - dampening, -lr."""
+"""The most numbers of a step. Adam: coupled decay, the factor of a weight under decoupled decay, 1 - beta1, beta2,
+1 - beta2, the square root of 1 - beta2^t, epsilon, -lr / (1 - beta1^t). SGD: coupled decay, momentum, 1 - dampening,
+-lr."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Row:
-    """What is done to one parameter. All tensors are contiguous and on one device.
+    """The steps of one parameter. All tensors are contiguous and on one device.
 
     Attributes:
         rule: "adam", "sgd", "momentum" or "nesterov".
         parameter: FP32.
         moments: FP32, two for Adam, none for "sgd", else one.
-        own: the optimizer's own step, taken in place; None: none.
-        ahead: the step whose result is written into `target`, behind `own`; None: none.
+        own: the optimizer's own step, taken in place; None: no such step.
+        ahead: the predicted step, taken after `own`, whose weights are written into `target`; None: no such step.
         target: of a type in `ELEMENT_TYPES`.
-        condition: a bool scalar; if it is false, `target` gets the parameter as it is. None: true.
+        condition: a bool scalar; if it is false, `target` gets the parameter without the step `ahead`. None: true.
     """
 
     rule: str
@@ -118,7 +119,7 @@ def _launch(rows: list[Row], rule: str, gradient: tl.dtype, target: tl.dtype, is
         for value in (_numbers(step) if step is not None else (0.0,) * (NUM_NUMBERS + 1))
     ]
     on_device = _table(numbers, torch.float32, device)
-    factors, addresses = [], []  # the former: tensors that live until the launch
+    factors, addresses = [], []  # `factors` keeps tensors alive until the launch
     for position, row in enumerate(rows):
         assert row.own is None or not isinstance(row.own.factor, Tensor), "an own step's factor is a number"
         factor_at = on_device.data_ptr() + 4 * ((2 * position + 1) * (NUM_NUMBERS + 1) + NUM_NUMBERS)
@@ -197,8 +198,8 @@ def _kernel(
     """Step a block of a parameter.
 
     `table` has the number of each row's first block, and then for each row the addresses of parameter, two moments,
-    gradients of both steps, target, condition and factor of the step ahead, and the number of elements. An address of
-    0: there is none.
+    gradients of both steps, target, condition and factor of the step ahead, and the number of elements. The address 0
+    means that there is no such tensor.
     """
     block = tl.program_id(0).to(tl.int64)
     place = tl.program_id(0) * 0

@@ -13,8 +13,8 @@ forgotten. The window is 1 under flush, 2 under 2bw, and p - s at stage s under 
 Narayanan et al. 2021, section 3.1).
 
 `AheadVersions` has one version and a second set of weights for forwards, which is ahead of that version. No gradient is
-computed at the second set. It is made when a forward first asks for it, and reused until a forward asks for another
-version or another distance. The weight update makes it, by a prediction or by a provisional step.
+computed at the second set. The weight update makes the set, by a prediction or by a provisional step, when a forward
+first asks for it. The set is reused until a forward asks for another version or another distance.
 """
 
 from __future__ import annotations

@@ -185,9 +185,9 @@ class PredictedVersions(WeightVersions):
         parameters, first_version, make_slot, on_switch: as for `WeightVersions`.
 
     Attributes:
-        upcoming: if predictions take the last update again: returns name -> tensor of the next prediction, which a
-            drained run already knows, or None if it equals the true weights. Collective over replicas that share out
-            the optimizer's state. None: predictions read gradients.
+        upcoming: if predictions repeat the last update, a function that returns the next prediction, which a drained
+            run already knows: name -> tensor, or None if it equals the true weights. The call is collective over
+            replicas that share out the optimizer's state. None: predictions read gradients.
         restored: the upcoming prediction of a checkpoint, until it is made; else None.
     """
 
@@ -223,7 +223,7 @@ class PredictedVersions(WeightVersions):
             self._parameters[name].data = tensor
 
     def predicting(self, version: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """A block that writes the predicted weights of `version` into the tensors that it receives, by name."""
+        """Context for a block that writes the predicted weights of `version`. Yields name -> tensor to write."""
         return self.making(version, copy=False)
 
     def show_newest(self) -> None:
@@ -258,8 +258,8 @@ class PredictedVersions(WeightVersions):
     ) -> None:
         """Restart from a checkpoint. The parameters show the true weights of `version`, before the call and after it.
 
-        `predicted` has the predicted weights by name; None: they equal the true weights. `upcoming`: the prediction
-        after these, if it is known.
+        `predicted` has the predicted weights by name; None: they equal the true weights. `upcoming`: the next
+        prediction after `predicted`, if it is known.
         """
         self.restored = upcoming
         slot = 1 if self._true_slot == 0 else 0

@@ -1,4 +1,4 @@
-"""What the routers of experts and the layers of multi-token prediction add to losses and reports.
+"""The part of routers of experts and of layers of multi-token prediction in losses and reports.
 
 **Losses of routers.** Problem: megatron.core adds auxiliary losses to the graph of every stage that has experts. Their
 factor is one global value. Their values are summed in one global table, over layers and microbatches. A stage may run
@@ -12,14 +12,15 @@ ranks and averaged over context parallel ranks, so the factor counts the latter.
 its part by the number of its own tokens, and gradients are summed over all ranks and divided by the number of all
 tokens; so the factor counts all ranks that share a sequence. (megatron.core's own schedules leave that out.)
 
-**Tokens**, and the biases that these move. Problem: megatron.core's routers add to one set of counters.
-`finalize_model_grads` moves the biases by them and resets them at the end of a batch, which no program here calls, and
-under 2bw two batches are in flight.
+**Tokens**, and the biases that they move. Problem: megatron.core's routers add to one set of counters. At the end of a
+batch `finalize_model_grads` moves the biases by these counters and resets the counters. But no program here calls
+`finalize_model_grads`, and under 2bw two batches are in flight.
 
 Solution: counters of each batch, to which the routers of a rank point while they run a microbatch of that batch. A
 forward counts only if it builds a graph, so a recomputed layer counts once. The counts are summed over the job with
-the norm of the batch: a layer lies on one stage, so the sum is that over tensor, context and data ranks. Each weight
-version has its biases; every rank has those of all layers, since all have the sums. DeepSeek-V3 (2024), section 2.1.2.
+the norm of the batch. A layer lies on one stage, so this is the sum over tensor, context and data ranks. Each weight
+version has its biases. Every rank has the biases of all layers, since all ranks have the sums. DeepSeek-V3 (2024),
+section 2.1.2.
 
 **Multi-token prediction.** Problem: megatron.core adds the losses of these layers to the graph of the last stage. As
 with the losses of routers, their factor is one global value that its own schedules set, and their values are summed in
@@ -79,11 +80,12 @@ class RouterLosses:
     def take(self) -> dict[str, Tensor]:
         """Take the losses since the last call out of the table: name -> [sum, count], FP32, count in layers.
 
-        Layers that have computed none since then are not counted: megatron.core recomputes layers in the backward, and
-        has no losses in their forward then.
+        Layers that have computed no loss since then are not counted: a layer that megatron.core recomputes has its loss
+        in the backward, and none in the forward.
 
-        Ranks that share tokens, of a sequence or of all replicas, have parts of a sum, which the first of them counts.
-        Of the other losses each rank has a mean over its own tokens.
+        If a loss is over the tokens of several ranks (of one sequence, or of all replicas), each of these ranks has a
+        part of the sum, and only the first counts its layers. For other losses each rank has the mean over its own
+        tokens and counts its layers.
         """
         if not self._takes:
             return {}
@@ -180,7 +182,9 @@ class RouterTokens:
             self._show(max(self._biases))
 
     def step(self, version: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Make the biases of `version` from those before, as megatron.core does. Also if the weights' step is skipped.
+        """Make the biases of `version` from those of the version before, as megatron.core does.
+
+        Called for every batch, also if the step of the weights is skipped.
 
         `tokens`: the tokens of each expert over the batch and the job, [layers][experts].
         """
@@ -193,16 +197,15 @@ class RouterTokens:
             del self._biases[old], self._on_device[old]
 
     def state_dict(self) -> dict:
-        """The biases of all versions, by their age; equal on all ranks. The model has the newest alone."""
+        """The biases of all versions, by their age; equal on all ranks. The model has only the newest biases."""
         newest = max(self._biases, default=0)
         return {"older_expert_biases": {newest - each: bias.tolist() for each, bias in self._biases.items()}}
 
     def restore(self, newest: int, state: Mapping | None) -> None:
-        """Take biases that were loaded as those of version `newest` and older ones.
+        """Restore the biases of version `newest` and of older versions.
 
-        The biases come from `state`, a result of `state_dict`. If it lacks the newest, as older checkpoints do, the
-        newest are the ones that the routers show, and the call is collective over the job. Other biases that it lacks
-        equal the newest.
+        The biases come from `state`, a result of `state_dict`. If it lacks the newest biases, as older checkpoints do,
+        the routers show them, and the call is collective over the job. Other biases that it lacks equal the newest.
         """
         if not self.has_biases:
             return
@@ -244,8 +247,10 @@ def loss_names(num_layers: int | None) -> tuple[str, ...]:
 
 
 def stage_of_layers(config: TransformerConfig, num_stages: int) -> int | None:
-    """The stage that has the layers of multi-token prediction: the last, unless the layout of the model says another;
-    None if there are none."""
+    """The stage with the layers of multi-token prediction; None if the model has no such layers.
+
+    It is the last stage, unless the layout of the model names another.
+    """
     if not config.mtp_num_layers:
         return None
     layout = config.pipeline_model_parallel_layout
@@ -282,7 +287,7 @@ class MultiTokenLosses:
         self._names = loss_names(config.mtp_num_layers) if has_output else ()
 
     def scale(self, factor: float) -> None:
-        """Multiply the losses by `factor` in the backward that comes, beside the main loss's own factor."""
+        """Let the next backward multiply these losses by `factor`. The main loss has a factor of its own."""
         if self._names:
             # `full` copies nothing from the host, so the host does not wait.
             MTPLossAutoScaler.set_loss_scale(torch.full((), factor, device=backend.device()))

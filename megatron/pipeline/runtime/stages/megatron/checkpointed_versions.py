@@ -11,12 +11,12 @@ Each older version is an entry with its age in its name: 'previous_version' is o
 the step between them was skipped, or the checkpoint was written under a policy that needs fewer versions.
 
 The prediction for the next batch is the entry 'provisional_version', while the model is the true weights. Replicas that
-predict from their own gradients have one entry each; of experts that replicas share out, each copy has one. If a
-checkpoint lacks the entry (another policy), the run starts from the true weights. Runs under other policies ignore the
-entry.
+predict from their own gradients have one entry each. For experts that replicas share out, each copy of an expert has
+one. If a checkpoint lacks the entry (another policy), the run starts from the true weights. Runs under other policies
+ignore the entry.
 
-If predictions take the last update again, a drained run already knows the prediction after that: it is the entry
-'upcoming_version'. Without it, that prediction equals the true weights.
+If predictions take the last update again, a drained run already knows the prediction for the batch after the next. This
+is the entry 'upcoming_version'. Without the entry, this prediction equals the true weights.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ PREDICTED_VERSION = "provisional_version"
 """The name of the entry of a prediction, and the prefix of the keys of all predictions."""
 
 UPCOMING_VERSION = "upcoming_version"
-"""The name of the entry of the prediction after that, and the prefix of its keys."""
+"""The name of the entry of the prediction after `PREDICTED_VERSION`, and the prefix of its keys."""
 
 
 class PredictedVersion(OlderVersions):

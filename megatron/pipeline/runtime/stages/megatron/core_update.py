@@ -50,9 +50,9 @@ class CoreUpdate:
     Attributes:
         scales: the loss scales of the batches.
         rank_metrics: as for `MegatronWeightUpdate`; metrics may be added before the first batch.
-        sums: batch -> what `_complete` has summed over all ranks, for the last `_KEPT_SUMS` batches.
+        sums: batch -> the sums over all ranks that `_complete` has made, for the last `_KEPT_SUMS` batches.
         replicas_predict_apart: whether each replica predicts weights from its own gradients.
-        router_tokens: what the routers of the rank count, and their biases; None: nothing is counted.
+        router_tokens: the counters and biases of the rank's routers; None: nothing is counted.
     """
 
     replicas_predict_apart = False
@@ -98,7 +98,7 @@ class CoreUpdate:
         self.scales = LossScales(self._scaler, delay=(self.weights.delay or 0) + 1)
 
     def _regroup(self, copies: CopyRanks | None) -> None:
-        """End the groups of the chain and make others. Collective over the job, as `copies` has it."""
+        """End the groups of the chain and make new ones. Collective over the ranks of the job that `copies` names."""
         if copies is not None:
             _require_copyable(self.optimizer, self._config, copies)
         self._groups.close()
@@ -227,12 +227,12 @@ class CoreUpdate:
             self.router_tokens.show_newest()
 
     def restore_routers(self, state: dict | None) -> None:
-        """Restore what `state_dict` has of routers, whose newest biases are loaded with the model. Collective."""
+        """Restore the routers' part of `state_dict`. Their newest biases are loaded with the model. Collective."""
         if self.router_tokens is not None:
             self.router_tokens.restore(self.versions.newest, state)
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore the result of `state_dict` of any update over megatron.core; None: the checkpoint has none.
+        """Restore the result of `state_dict` of any update over megatron.core; None: the checkpoint has no such state.
 
         To be called after the optimizer's state was loaded.
         """
@@ -243,7 +243,8 @@ class CoreUpdate:
 def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig, copies: CopyRanks) -> None:
     """Raise ValueError unless the replicas of a chunk can be copies with batches in common.
 
-    What replicas exchange beside gradients, or have a part of, goes over megatron.core's groups of all replicas.
+    Replicas exchange more than gradients, or hold state in parts, over megatron.core's groups of all replicas. Where
+    stages are copies, ranks of these groups may be missing.
     """
     balancing = config.moe_router_load_balancing_type
     kinds = [balancing] if isinstance(balancing, str) else balancing

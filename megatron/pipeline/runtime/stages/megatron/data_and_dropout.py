@@ -1,4 +1,4 @@
-"""What a stage draws for each microbatch: items of its data iterator, and random numbers.
+"""The items and random numbers of each microbatch at a stage, drawn from its data iterator and the generators.
 
 **Items.** Problem: an iterator yields microbatches in order, but a program may have a stage compute them in another
 order. Then stages would use different samples for the same microbatch. In addition, a recompute needs the items of its
@@ -48,7 +48,7 @@ class DrawnData:
         self._share = share
         self._next: int | None = None  # the microbatch that the iterator yields next, or one that it leaves out
         self._ahead: dict[int, list[Any]] = {}  # microbatch -> its items
-        self._kept: dict[int, list[Any]] | None = None  # the same of microbatches that may be requested again
+        self._kept: dict[int, list[Any]] | None = None  # the same for microbatches that may be requested again
 
     def of(self, microbatch: int, source: Iterator | None, *, first: int) -> Iterator | None:
         """An iterator over the items of a microbatch.
@@ -56,8 +56,8 @@ class DrawnData:
         Args:
             microbatch: its index over the whole run.
             source: the data iterator; None if the stage reads no data.
-            first: the first microbatch of the batch. At the first call the iterator must be at this microbatch, or
-                where the stage has a share, at the first that it takes.
+            first: the first microbatch of the batch. At the first call the iterator must be at this microbatch. If the
+                stage has a share, the iterator must be at the first microbatch of the share.
         """
         if source is None:
             return None

@@ -1,25 +1,27 @@
-"""Transformer Engine's linear layers: their backward in two halves, and the weights that they have cast to FP8.
+"""Transformer Engine's linear layers: backwards in two halves, and weights that are cast to FP8 once per batch.
 
-**Halves.** Problem: a layer that is built with `delay_wgrad_compute` keeps, in each backward, the factors of its weight
-gradient in a queue, first in, first out. Its method `backward_dw` takes the oldest, and **assigns** the gradient to
-``.grad``, past autograd and the hooks that add gradients to the batch's buffer; older releases assign it only where
-there is none. Under fused accumulation it adds the gradient to `main_grad`. The gradients of norms come with the whole
-backward. So do those of biases that are not added inside the product (of row-parallel layers, and those that the layer
-returns), and those of all biases in FP8; and `backward_dw` fails if it does not find them in ``.grad``, from where a
-hook has taken them.
+**Halves.** Problem: a layer that is built with `delay_wgrad_compute` appends the factors of its weight gradient to a
+queue in each backward. Its method `backward_dw` takes the oldest factors and **assigns** the gradient to ``.grad``. So
+it bypasses autograd and the hooks that add gradients to the batch's buffer. (Older releases assign the gradient only
+where ``.grad`` is None.) Under fused accumulation it adds the gradient to `main_grad`. The backward itself computes the
+gradients of norms, of biases that are not added inside the product (those of row-parallel layers, and those that the
+layer returns), and in FP8 of all biases. `backward_dw` fails if it does not find these gradients of biases in
+``.grad``, from where a hook has taken them.
 
-Solution: after an I, what the layers have put off is listed in the microbatch's `WeightProducts`, beside that of
-megatron.core's own linears. A product of W calls `backward_dw`, takes the gradients out of ``.grad``, and gives them to
-autograd as W gives all gradients. A whole backward turns the queues off.
+Solution: after an I, the postponed gradients of these layers are listed in the microbatch's `WeightProducts`, beside
+those of megatron.core's own linears. In W a product calls `backward_dw`, takes the gradients out of ``.grad``, and
+gives them to autograd like all gradients of W. A whole backward turns the queues off.
 
-**FP8.** Problem: a layer casts its weights for the first microbatch of a batch and keeps them for the others, in one
-place. megatron.core says which microbatch is the first, and for the first a layer overwrites what it has kept, and
-under fused accumulation `main_grad`, too. But with delayed weights the next batch begins, with other weights, while
-microbatches of this one wait for their backward, which reads what the layer kept, or for their recompute.
+**FP8.** Problem: a layer casts its weights for the first microbatch of a batch and keeps the casts for the other
+microbatches, in one place. megatron.core says which microbatch is the first. For this microbatch a layer overwrites the
+kept casts, and under fused accumulation `main_grad`, too. But with delayed weights the next batch begins, with other
+weights, while microbatches of the current batch wait for their recompute, or for their backward, which reads the kept
+casts.
 
 Solution: no microbatch is called the first. A layer then adds to `main_grad`, and casts only weights that it does not
-find. What it finds is a dictionary of the batch. Weights of a batch are cast once, and freed when its last backward is
-done and the next batch has begun. In evaluations each microbatch has a dictionary of its own.
+find in its dictionary of casts. Each batch has a dictionary of its own. So the weights of a batch are cast once, and
+the casts are freed when its last backward is done and the next batch has begun. In evaluations each microbatch has a
+dictionary of its own.
 """
 
 from collections import Counter
@@ -36,17 +38,17 @@ from megatron.pipeline.runtime.activations.weight_products import WeightProducts
 
 
 class EngineLinears:
-    """The layers of a model chunk that can put their weight gradients off, and those that cast; there may be none.
+    """The layers of a model chunk that can postpone their weight gradients or keep FP8 casts; there may be none.
 
-    `keeps_casts`: whether layers keep the weights that they have cast for the first microbatch of a batch. If not, they
-    cast for each microbatch.
+    `keeps_casts`: whether layers cast their weights once per batch and keep the casts. If not, they cast them for each
+    microbatch.
     """
 
     def __init__(self, model: torch.nn.Module, *, keeps_casts: bool = False) -> None:
         modules = list(unwrap_model(model).modules())
         self._modules = [each for each in modules if puts_off(each)]
         self._casting = [each for each in modules if keeps_casts and hasattr(each, "_fp8_workspaces")]
-        self._casts: dict[int, list[dict]] = {}  # batch -> what each layer has cast, by the name of a weight
+        self._casts: dict[int, list[dict]] = {}  # batch -> for each layer: name of a weight -> its cast
         self._waiting: Counter[int] = Counter()  # batch -> microbatches between their forward and their backward
         for each in modules:
             if hasattr(each, "disable_parameter_transpose_cache"):
@@ -54,7 +56,7 @@ class EngineLinears:
                 each.is_first_microbatch = False
 
     def begin_forward(self, batch: int) -> None:
-        """Announce the forward of a microbatch, whose weights are those of `batch`. Batches come in ascending order."""
+        """Announce the forward of a microbatch with the weights of `batch`. Batches come in ascending order."""
         if not self._casting:
             return
         self._waiting[batch] += 1
@@ -62,8 +64,7 @@ class EngineLinears:
         self.show_batch(batch)
 
     def show_batch(self, batch: int | None) -> None:
-        """Let layers use the weights that they have cast for a batch, and keep new casts for it; None: use and keep
-        none."""
+        """Let layers use the casts of a batch, and keep new casts for the batch. None: use and keep no casts."""
         if not self._casting:
             return
         if batch is not None and batch not in self._casts:
@@ -73,7 +74,7 @@ class EngineLinears:
             module._fp8_workspaces = casts
 
     def end_backward(self, batch: int) -> None:
-        """Announce that a microbatch of `batch` needs its weights no more."""
+        """Announce that a microbatch of `batch` no longer needs the batch's weights."""
         if not self._casting:
             return
         self._waiting[batch] -= 1
@@ -105,13 +106,13 @@ class EngineLinears:
 
 
 def puts_off(module: torch.nn.Module) -> bool:
-    """Whether a layer of Transformer Engine was built to put its weight gradients off."""
+    """Whether a layer of Transformer Engine was built to postpone its weight gradients."""
     store = getattr(module, "wgrad_store", None)
     return store is not None and store.context is not None
 
 
 def _list(module: torch.nn.Module, item: list, products: WeightProducts) -> None:
-    """Add the gradients that a layer has put off in one backward, `item` of its queue, to `products`."""
+    """Add the gradients that a layer has postponed in one backward, `item` of its queue, to `products`."""
     gradients = _LateGradients(module, item)
     (inputs, output_grads, *_), _ = item
     for number, name in enumerate(module.weight_names):
@@ -124,9 +125,10 @@ def _list(module: torch.nn.Module, item: list, products: WeightProducts) -> None
 
 
 def _tensors(factors: object, number: int) -> list[Tensor]:
-    """What holds the memory of the factor of a layer's weight; grouped layers have one for each of their weights.
+    """The tensors that hold the memory of a factor of a weight's gradient.
 
-    In FP8 it is of one of Transformer Engine's classes, which need not be a tensor.
+    Grouped layers have a factor for each of their weights. In FP8 a factor has one of Transformer Engine's classes,
+    which need not be a tensor.
     """
     factor = factors[number] if isinstance(factors, list | tuple) else factors
     if hasattr(factor, "get_data_tensors"):
@@ -140,7 +142,7 @@ def _sums_bias(module: torch.nn.Module) -> bool:
 
 
 class _LateGradients:
-    """The gradients that `backward_dw` makes of one item of a layer's queue, as soon as the first is taken."""
+    """The gradients that `backward_dw` computes from one item of a layer's queue, when the first of them is taken."""
 
     def __init__(self, module: torch.nn.Module, item: list) -> None:
         self._module, self._item = module, item

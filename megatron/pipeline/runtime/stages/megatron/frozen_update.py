@@ -23,7 +23,7 @@ from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
 
 class _NoVersions(SavedVersions):
-    """The interface of weight versions for checkpoints, without weights. What is not defined here does nothing."""
+    """The interface of weight versions for checkpoints, without weights. Inherited methods do nothing."""
 
     newest = 0
 

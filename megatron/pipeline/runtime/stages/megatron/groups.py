@@ -74,8 +74,10 @@ class ChainGroup:
             self.process_group._reduce_scatter_base(share, staged, options).wait()
 
     def pass_on(self, tensor: Tensor, distance: int = 1) -> Tensor:
-        """Send a tensor on the host to the rank at this distance in the ring, and return that of the rank as far
-        before, which has the same shape and dtype. Not with NCCL."""
+        """Send a tensor on the host to the rank `distance` places further in the ring. Not with NCCL.
+
+        Returns the tensor, with the same shape and dtype, that the rank `distance` places before sends to this rank.
+        """
         assert not self.uses_nccl, "tensors on the host"
         received = torch.empty_like(tensor)
         works = [
@@ -112,7 +114,7 @@ class _Staged:
 class ChainGroups:
     """The groups of the chain; None for a group that has one member or to which this rank does not belong.
 
-    `copies`: the ranks of `data`, `embedding` and `world` in a program with copies, where `data` are the copies.
+    `copies`: in a program with copies, the ranks of `data` (the ranks with copies), `embedding` and `world`.
     """
 
     data: ChainGroup | None
@@ -124,7 +126,7 @@ class ChainGroups:
 
     @classmethod
     def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT, copies: CopyRanks | None = None) -> "ChainGroups":
-        """Duplicate megatron.core's groups, but where `copies` says other ranks.
+        """Duplicate megatron.core's groups, except where `copies` names other ranks.
 
         Collective: every rank of the job calls it once.
         """
@@ -155,12 +157,12 @@ class ChainGroups:
 
     @property
     def adds_embedding(self) -> bool:
-        """Whether this rank's gradient of a shared embedding is added up; of equal copies only the first one's is."""
+        """Whether this rank's gradient of a shared embedding enters the sum: of copies only the first one's does."""
         return self.copies is None or self.copies.is_first(dist.get_rank())
 
     @property
     def spans_default(self) -> bool:
-        """Whether the job is all ranks of the default group, which may have lost some."""
+        """Whether the job has all ranks of the default group. It has fewer after ranks were lost."""
         return self.copies is None or len(self.copies.job) == dist.get_world_size()
 
     def meet(self) -> None:
@@ -201,15 +203,15 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def is_formed(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of a group are there: not those of a group in the name of which `name_groups_to_come` puts
-    another."""
+    """Whether all ranks of a group are in the job. Not so for a group that `name_groups_to_come` has made."""
     return group.size() <= dist.get_world_size()
 
 
 def name_groups_to_come(index: int, *, tensor_size: int, context_size: int) -> None:
-    """Let megatron.core build layers in a process that is alone as for its place in groups that are formed later.
+    """Give megatron.core groups with a rank and a size, but without a connection.
 
-    They have a size and a rank, and no connection. `rebind` puts others in their places.
+    So a process that is still alone can build the layers for its place in groups that are formed later. `rebind` then
+    replaces these groups.
 
     Args:
         index: the place of this process among the ranks that compute these layers together.
@@ -229,13 +231,13 @@ def name_groups_of_survivors(
 ) -> None:
     """Give megatron.core the groups of a job that has lost ranks. Collective over the default group.
 
-    megatron.core makes groups of whole grids of ranks alone, so its names are set here. Expert parallelism has degree
-    1.
+    megatron.core can only make the groups of a whole grid of ranks, so its variables are set here. Expert parallelism
+    has degree 1.
 
     Args:
-        places: the ranks with the same stages as this one, ascending, with this rank: those that compute them together,
-            for each replica that is left.
-        tensor_size: the tensor parallel degree; of consecutive ranks.
+        places: for each replica that is left, this rank's included, the ranks that together compute the same stages as
+            this rank, ascending.
+        tensor_size: the tensor parallel degree; tensor ranks are consecutive.
         pipeline_rank, num_pipeline_ranks: this rank's place in the pipeline of its replica.
     """
     forget_groups()
@@ -252,7 +254,7 @@ def name_groups_of_survivors(
     )  # fmt: skip
     made: dict[tuple, dist.ProcessGroup] = {}
     for ranks, names in groups:
-        # Layers keep the group of several ranks that they compute with, and know it by its name.
+        # Layers keep such a group, and `rebind` finds it by the group itself: no other name may share it.
         key = (tuple(ranks), names[0] if names[0] in _OF_LAYERS and len(ranks) > 1 else "")
         if key not in made:
             made[key] = dist.new_group(ranks, use_local_synchronization=True)
@@ -270,7 +272,7 @@ def _name(group: dist.ProcessGroup, ranks: list[int] | None, names: Sequence[str
 
 
 def forget_groups() -> None:
-    """Forget megatron.core's groups and those of the chain, before others are made on a new store."""
+    """Forget megatron.core's groups and the names of the chain's groups, before groups are made on a new store."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     forget_names()  # a rank whose recovery was cut short has made more groups than others
@@ -282,9 +284,9 @@ def groups_of_layers() -> dict[str, dist.ProcessGroup]:
 
 
 def rebind(chunks: Sequence[Module], optimizer: object, before: Mapping[str, dist.ProcessGroup]) -> None:
-    """Let layers and optimizer compute with megatron.core's groups of now, in the place of those of `before`.
+    """Replace the groups in `before`, with which layers and optimizer compute, by megatron.core's present groups.
 
-    `before`: the `groups_of_layers` with which they compute. A group of one rank is not replaced: nobody uses it.
+    `before`: an earlier result of `groups_of_layers`. A group of one rank is not replaced: nothing uses it.
     """
     now = groups_of_layers()
     found = {id(group): now[name] for name, group in before.items() if group.size() > 1}

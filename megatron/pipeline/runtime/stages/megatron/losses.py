@@ -1,9 +1,9 @@
-"""The losses of a stage over megatron.core: what a backward starts from, and the numbers that are reported.
+"""The losses of a stage over megatron.core: the tensor from which a backward starts, and the reported numbers.
 
 On the last stage `loss_func(output_tensor)` returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` if the loss is
 a sum over tokens. `numbers` is a dict of the values to report, each a scalar or a tensor `[sum, count]`. The loss of a
 batch is the mean over its microbatches, or with `calculate_per_token_loss` in the configuration the mean over all of
-its tokens. Of ranks that share a microbatch (context parallelism) each returns its part of the loss, of the sum of
+its tokens. Each of the ranks that share a microbatch (context parallelism) returns its part of the loss, of the sum of
 losses, and of the number of tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Weight updates over megatron.core whose steps come before their norm, and are undone where the norm says otherwise.
+"""Weight updates over megatron.core that step before the norm is known, and undo the step if the norm proves it wrong.
 
 Problem: a step waits for the norm of all gradients, although nearly always the norm clips nothing. To step without it,
 the step must be undone exactly where it was wrong, and then be taken as if it had waited.
@@ -17,7 +17,7 @@ from megatron.pipeline.runtime.update.kept_state import KeptState
 
 
 class MegatronOptimisticUpdate(MegatronWeightUpdate):
-    """`OptimisticUpdate` of one rank, for weights that drain with each batch.
+    """`OptimisticUpdate` of one rank, for weight policies that drain the pipeline after each batch.
 
     It does not support per-token loss (the divisor comes with the norm), an optimizer that replicas share, or experts
     (their routers count tokens). The arguments are those of `MegatronWeightUpdate`.

@@ -309,7 +309,7 @@ _ALIGNMENT = 64  # elements, as in megatron.core's buffers
 
 
 class _Key(NamedTuple):
-    """A flat buffer: `owner` is a rank of the replicas of dense parameters, or of those with the same experts."""
+    """A flat buffer. `owner`: a rank in the group of the replicas, or of the ranks with the same experts."""
 
     is_dense: bool
     owner: int
@@ -350,13 +350,15 @@ class Owners:
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks that share out the parameters which each of them has."""
+        """The global ranks of the replicas, which share out the dense parameters."""
         return dist.get_process_group_ranks(self._groups[True])
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """In this block only the parameters that this replica owns require gradients, so an optimizer that
-        megatron.core builds in the block gets no others."""
+        """In this block only the parameters that this replica owns require gradients.
+
+        So an optimizer that megatron.core builds in the block gets no other parameters.
+        """
         others = [each for each, (key, _) in self._places.items() if key.owner != self._groups[key.is_dense].rank()]
         for parameter in others:
             parameter.requires_grad_(False)

@@ -106,17 +106,19 @@ def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[N
 
 
 def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int], tied_stage: int | None = None) -> list[int]:
-    """The ranks of the two stages of a pipeline that may share an embedding, the first and `tied_stage` (None: the
-    last), for `parallel_state.initialize_model_parallel`."""
+    """The ranks of the two stages of a pipeline that may share an embedding: the first stage and `tied_stage`.
+
+    `tied_stage`: None means the last stage. The result is for `parallel_state.initialize_model_parallel`.
+    """
     return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1 if tied_stage is None else tied_stage]]})
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """This rank's copies of the embedding that two stages share, in the order of the stages.
 
-    These are the first stage, and the last one if its output layer is the embedding, or the one with layers of
-    multi-token prediction, which look tokens up. There are two copies if the rank has both stages, and none if the
-    embedding is not shared.
+    The first of the two is the first stage. The second is the last stage if its output layer is the embedding, or the
+    stage with the layers of multi-token prediction, which look tokens up. The result has two copies if the rank has
+    both stages, and none if the embedding is not shared.
     """
     copies = []
     for model in map(unwrap_model, chunks):

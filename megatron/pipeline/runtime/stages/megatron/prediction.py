@@ -14,7 +14,8 @@ prediction. The clipping and the overflow of a tied embedding depend on its own 
 gradient, so the copies stay equal.
 
 Experts that replicas share out have gradients from the microbatches of all these replicas. So a prediction that does
-not read the mean divides them by the number of these replicas, and the norm of the stage has the experts of all.
+not read the mean divides these gradients by the number of these replicas. The norm of the stage includes the experts on
+all of these replicas.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,8 +57,8 @@ class MegatronPrediction:
         optimizer: megatron.core's optimizer of the chunks.
         reduction: returns the reductions of the rank; called at predictions.
         reduce_partial: replicas predict from the mean of their gradients.
-        provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
-            clip by `clip_factor` alone; 0: they take the last update again.
+        provisional_microbatches: as in the schedule. A number: predictions do not depend on the cut into stages, so
+            they clip by `clip_factor` alone; 0: they take the last update again.
 
     Attributes:
         versions: the predicted weights and the true weights.
@@ -159,8 +160,8 @@ class MegatronPrediction:
             partial: the sum of the gradients of some microbatches.
             embedding: the same for the tied embedding, summed over both stages, if another rank has the other stage.
             num_microbatches: the number of microbatches of the whole batch.
-            gradient_scale: the quotient of the sum and the gradients of the batch's loss, if the sum had all
-                microbatches; None: it is not known, and the prediction equals the true weights.
+            gradient_scale: the sum over all microbatches divided by the gradients of the batch's loss; None: it is not
+                known, and the prediction equals the true weights.
             can_overflow: check that the gradients are finite; if not, the prediction equals the true weights.
         """
         gradients = {model: partial.gradients.views[model] for model in self._names}
@@ -218,7 +219,7 @@ class MegatronPrediction:
         The first norm is without the tied embedding, and with the experts of all ranks that share them out. Both are
         summed over the tensor ranks. Ranks with the same gradients have the same result.
         """
-        # Of tensor ranks each counts its parts of parameters, and the first its copies.
+        # Each tensor rank counts its parts of divided parameters. Only the first counts the replicated parameters.
         own = filter(param_is_not_tensor_parallel_duplicate, gradients)
         counted = {model: gradients[model] for model in own if model is not tied}
         reads_shards = self._distributed and self.reduces  # the mean of other shards is not on this rank
@@ -253,7 +254,8 @@ class MegatronPrediction:
         """The factors of the stage's gradients and of the tied embedding's gradient.
 
         Args:
-            parts: the known share of the batch for the stage, and for the tied embedding, if another rank has it, too.
+            parts: the known share of the batch for the stage; if another rank has the tied embedding, too, also the
+                share for this embedding.
             squares: the result of `_norms_squared`; None: clip by `clip_factor` alone.
             gradient_scale: as for `predict`.
         """

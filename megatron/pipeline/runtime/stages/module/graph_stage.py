@@ -57,6 +57,7 @@ class GraphModuleStage(AnyModuleStage):
         loss_name: the name of the loss.
         loss_scale: batch -> the factor by which its gradients are multiplied.
         device: the device of the module.
+        keeps: the positions in a batch of the microbatches without R.
 
     Raises:
         ValueError: `edges` are not the edges of `graph`.
@@ -155,7 +156,7 @@ class GraphModuleStage(AnyModuleStage):
         return {source: self._input_gradients(source, microbatch, saved.inputs[source]) for source in self._wanted}
 
     def _scale(self, loss: Tensor, microbatch: Microbatch) -> Tensor | None:
-        """The gradient of the loss from which a backward starts; None for 1. Infinite if its dtype is too small."""
+        """The gradient of the loss from which a backward starts; None for 1, infinite if its dtype cannot hold it."""
         scale = self._loss_scale(microbatch.batch)
         return None if scale == 1.0 else torch.full_like(loss, scale, dtype=torch.float32).to(loss.dtype)
 

@@ -120,7 +120,8 @@ class StageUpdates(FrozenUpdate):
     whole rank. It is complete when all stages have stepped and the norms have been added up over the job.
 
     Args:
-        updates: stage -> its update, made without clipping and tied parameters, and with no group but its replicas'.
+        updates: stage -> its update, made without clipping, without tied parameters, and with `data_parallel_group` as
+            its only group.
         options: arguments of `FrozenUpdate`.
     """
 
@@ -159,7 +160,7 @@ class ModuleRelayUpdate(HostUpdate):
 
     Args:
         modules: stage -> module, for all stages of this rank in ascending order.
-        store: made from the parameters of the modules, in their order. Frozen ones are fetched alone.
+        store: made from the parameters of the modules, in their order. Frozen parameters are fetched, and never stored.
         residency: the residency of the schedule.
         optimizer: made from the parameters of `store`.
         scheduler, clip_grad: as for `ModuleUpdate`.
@@ -169,7 +170,7 @@ class ModuleRelayUpdate(HostUpdate):
 
     Attributes:
         weights: the weights on the device.
-        scales: None: a relay has no loss scale.
+        scales: always None, since a relay has no loss scale.
 
     Raises:
         ValueError: eager updates with clipping, an optimizer with parameters that are not in `store`, or replicas that

@@ -44,9 +44,9 @@ class ModuleReduction:
             parts are summed.
         job_group: all ranks of the job; None for a single rank.
         tied: the tied parameter of which this rank has copies; None: it has none.
-        counts_in_norm: False on all replicas, or copies, but one.
+        counts_in_norm: True on exactly one of the replicas, or of the copies.
         loss_names: the names of the losses, the same on all ranks.
-        device: a device on which the groups communicate, and of what is reduced.
+        device: the device of the reduced tensors, on which the groups communicate.
 
     Raises:
         ValueError: both `data_parallel_group` and `copies_group` are given.
@@ -115,7 +115,7 @@ class ModuleReduction:
         return name
 
     def over_partial_embedding(self, gradient: Tensor, *, over_data: bool) -> None:
-        """Add up the gradients of the tied parameter over its stages. `over_data`: average over the replicas before."""
+        """Add up the gradients of the tied parameter over its stages. `over_data`: first average over the replicas."""
         if over_data:
             self.average([gradient])
         torch.distributed.all_reduce(gradient, group=self.tied.group)
@@ -154,7 +154,7 @@ class ModuleReduction:
             losses: name -> (numerator, denominator) on this rank.
 
         Returns:
-            The count of the first of the losses, as the mean over the replicas.
+            The count of the first loss, averaged over the replicas.
         """
         sums = all_reduce_norm(
             norm_squared=norm_squared if self.counts_in_norm else 0.0,

@@ -69,8 +69,8 @@ class ModuleUpdate(DeviceUpdate):
         num_grad_buffers: the delay of the weight policy in batches + 1: 1 with flushes, 2 under 2bw.
         reduce_partial: predictions read the mean of the gradients over the replicas. `versions` are
             `PredictedVersions`.
-        provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
-            clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
+        provisional_microbatches: as in the schedule. A number: predictions do not depend on the cut into stages, so
+            they clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
             gradients and take the last update again.
         skips_unused: if no microbatch of a batch has used a parameter, on any replica, its gradient is None in the
             step. Then the optimizer skips the parameter, as in a single process.
@@ -134,7 +134,7 @@ class ModuleUpdate(DeviceUpdate):
         self._reduction.warm_up()
 
     def regroup(self, **changes: Any) -> None:
-        """Let reductions span other ranks, as where the program changes to or from one with copies.
+        """Let reductions span other ranks, for example when the program changes to or from one with copies.
 
         Call it while drained, on all ranks of the new groups. `changes`: the new values of `data_parallel_group`,
         `copies_group`, `job_group`, `counts_in_norm` and `tied`; the others stay.
@@ -262,7 +262,8 @@ class ModuleUpdate(DeviceUpdate):
     def close(self) -> None:
         """Show the newest weights in the parameters, and remove their gradients and hooks.
 
-        Called while drained, or after an error. Takes a step that was put off until a prediction that did not begin.
+        Called while drained, or after an error. If a step was put off until a prediction that has not begun, it is
+        taken now.
         """
         if self._provisional.due:
             with self.versions.true_weights():
@@ -304,7 +305,7 @@ class ModuleUpdate(DeviceUpdate):
         self.last_update.end()
 
     def values_before_step(self) -> dict[str, Tensor]:
-        """name -> value before the last step, which the next prediction takes again; empty if it takes none."""
+        """Name -> value before the last step, for a prediction that repeats this step; empty if none repeats it."""
         return {self._names[parameter]: before for parameter, before in self.last_update.before.items()}
 
     def restore_before_step(self, values: Mapping[str, Tensor]) -> None:
