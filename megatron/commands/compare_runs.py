@@ -40,9 +40,9 @@ class Run:
         return list(self.losses.values())[-1]
 
     def iterations_lost(self, reference: "Run") -> float:
-        """How many iterations before its end the reference first had the last loss of this run, interpolated linearly.
+        """How many iterations before its end the reference first reached this run's last loss, interpolated linearly.
 
-        Negative where the reference ends above it: this run's own lead, by its own curve.
+        Negative if the reference ends with the greater loss: then the lead of this run, from its own curve.
         """
         if self.loss < reference.loss:
             return -reference.iterations_lost(self)

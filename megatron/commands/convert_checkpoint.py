@@ -103,7 +103,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def _is_empty(folder: Path, target: str) -> bool:
-    """Whether there is nothing but the remains of a conversion to torch_dist that was killed, which the next one
+    """Whether a folder has nothing but the remains of a killed conversion to torch_dist, which the next one
     replaces."""
     names = {entry.name for entry in folder.iterdir()}
     if target != "torch_dist":
@@ -291,7 +291,7 @@ def _described(options: argparse.Namespace, made: dict, given: dict | None) -> d
     if given is None:
         return made
     here, there = model_of(made, "the checkpoint"), model_of(given, options.config)
-    free = tuple(name for name in here.family.free if name != "mtp_num_layers")  # it has weights
+    free = tuple(name for name in here.family.free if name != "mtp_num_layers")  # these layers have weights
     differs = difference(here.facts, there.facts, free)
     if differs:
         raise ValueError(
@@ -312,8 +312,8 @@ def _copy_beside(source: Path, folder: Path) -> list[Path]:
 def _whole(output: Path) -> Iterator[Path]:
     """A folder that becomes `output` when it is complete; after an error nothing is left of it.
 
-    A process that is killed leaves its folder, which the next conversion to `output` removes. It knows a folder that is
-    still written by its lock.
+    A process that is killed leaves its folder, which the next conversion to `output` removes. A lock marks a folder
+    that is still being written.
     """
     from megatron.elastic.cache.folder import try_lock, unlock_and_close
 
@@ -343,7 +343,7 @@ def _whole(output: Path) -> Iterator[Path]:
 
 
 def _publish(partial: Path, output: Path) -> None:
-    """Give a folder its name, when its files are durable."""
+    """Make the files of a folder durable, then rename it to `output`."""
     for entry in partial.iterdir():
         with open(entry, "rb+") as stream:
             os.fsync(stream.fileno())

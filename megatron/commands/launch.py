@@ -41,8 +41,8 @@ from megatron.processes import MARK, end_marked, end_with_parent, mark_of
 
 _POLL = 0.1
 _GRACE = 30.0  # seconds between SIGTERM, at which training saves, and SIGKILL
-_BEAT = 1.0  # seconds between the signs of life of the launchers, and between looks at who was thrown out
-_NODE_TIMEOUT = 30.0  # seconds of silence after which nobody waits for a node's result
+_BEAT = 1.0  # seconds between the launchers' signs of life, and between looks for processes that are taken for lost
+_NODE_TIMEOUT = 30.0  # seconds of silence after which a node's result is no longer awaited
 
 
 @dataclass
@@ -68,19 +68,19 @@ class _Worker:
         return f"rank {self.rank} (local rank {self.local_rank}, process {self.process.pid})"
 
     def end(self) -> str:
-        """How its process ended, in a few words."""
+        """Describe in a few words how the process ended."""
         status = self.process.returncode
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         told = read_error_file(self.error_file)
         return f"{self.name} {how}" + (f": {told}" if told else "")
 
     def status(self) -> int:
-        """Its exit status, as a shell has it."""
+        """The exit status of the process, as a shell reports it."""
         return self.process.returncode if self.process.returncode >= 0 else 128 - self.process.returncode
 
 
 class _JobFailed(Exception):
-    """The job is at its end. Attribute `status`: the exit status."""
+    """The end of the whole job. Attribute `status`: the exit status of this command."""
 
     def __init__(self, sentence: str, status: int) -> None:
         super().__init__(sentence)

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command_line.run(options.run, options)
 
 
-# --- the four commands
+# --- commands
 
 
 def _show(options: argparse.Namespace) -> int:

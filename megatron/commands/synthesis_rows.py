@@ -1,4 +1,4 @@
-"""What `tools/schedule.py synthesize` prints of an answer, as names and values."""
+"""The names and values that `tools/schedule.py synthesize` prints of an answer."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -49,7 +49,7 @@ def _placed(problem: "Problem") -> list[tuple[str, str]]:
 
 
 def _recomputes(problem: "Problem") -> str:
-    """The stages with recomputes, with their number of microbatches where that is not all."""
+    """The stages with recomputes, with the number of recomputed microbatches unless all are recomputed."""
     m = problem.num_microbatches
     parts = (f"{each}" + f" ({number} of {m})" * (number < m) for each, number in problem.num_recomputed.items())
     return " ".join(parts) or "none"

@@ -79,7 +79,7 @@ def read_entries(options: argparse.Namespace) -> list[Entry | Unpredictable]:
                 read=lambda length: read_configured(options, sequence_length=length),
             )  # fmt: skip
         except ValidationError:
-            return entry  # of a length that is none, as reading the entry says
+            return entry  # the length is invalid, which reading the entry reports
         return {**entry, "model": model}
 
     found = load_entries(options.entries, filled=filled)
@@ -91,7 +91,7 @@ def read_entries(options: argparse.Namespace) -> list[Entry | Unpredictable]:
 
 
 def _length_alone(entry: object) -> Mapping | None:
-    """The part `model` of an entry that describes none; None: it does, or it is no such part."""
+    """The part `model` of an entry if it describes no model; None if it describes one, or is no mapping."""
     model = (entry.get("model") or {}) if isinstance(entry, Mapping) else None
     if not isinstance(model, Mapping):
         return None
@@ -195,7 +195,7 @@ def _cells(result: Prediction, intervals: Intervals) -> tuple[str, ...]:
 
 
 def describe_verdict(verdict: object) -> str:
-    """`fits`, or what is missing where."""
+    """A verdict in words: `fits`, or the stage and the GiB that it misses."""
     if verdict.fits:
         return verdict.word
     return f"{verdict.word}: stage {verdict.rank} misses {-verdict.spare_gib:.1f} GiB"

@@ -120,12 +120,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _program(name: str) -> Path:
-    """A checkout's, which also runs where nothing is installed, or the package's."""
+    """The path of a training program: a checkout's, which runs without an installation, else the package's."""
     return next(path for path in (ROOT / name, Path(programs.__path__[0]) / name) if path.exists())
 
 
 def _topology(argv: list[str], architecture: str, search: Path | None) -> Path | None:
-    """The file that optimized rank mappings need: that of --rank-topology, or what a search wrote beside its own."""
+    """The file that optimized rank mappings need: --rank-topology, or the file that a search wrote beside its
+    results."""
     program, defaults = SEARCHED[architecture]
     given = parse_args(argv, prog=program, defaults=defaults).rank_topology
     beside = None if search is None else search.parent / "topology.yaml"
@@ -133,7 +134,7 @@ def _topology(argv: list[str], architecture: str, search: Path | None) -> Path |
 
 
 def _configuration(text: str) -> Configuration:
-    """`pipeline=2,schedule=2bw` and so on, as a type of argparse."""
+    """Parse a configuration such as `pipeline=2,schedule=2bw`, as a type for argparse."""
     values: dict[str, object] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
@@ -180,7 +181,8 @@ def _predicted(entry: TrialEntry, profile: Profile, num_layers: int) -> TrialEnt
 
 
 def _refuse_other_profile(profile: Profile, path: Path, runs: Runs) -> None:
-    """Raises ValueError where a profile was taken of another model or with other threads; tells of other software."""
+    """Raise ValueError for a profile of another model or of other threads; print a note on other versions of
+    software."""
     told = differences(profile.flags, runs.argv, but=frozenset({"--num-layers"}))
     if told:
         raise ValueError(f"{path} was taken with other flags: {told}; give those, or profile with these")

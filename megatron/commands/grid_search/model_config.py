@@ -113,7 +113,7 @@ FAMILIES: dict[str, Family] = {
                                "--load-hf computes the published one"},
     ),
 }  # fmt: skip
-"""By `model_type`, of families whose configurations are read with their defaults."""
+"""`model_type` -> the rules of a family whose configurations are read with their defaults."""
 CONVERTED = tuple(name for name, row in TRAINED.items() if name not in FAMILIES and row.architecture in SEARCHED)
 """Further families, whose configurations are read as a run reads them: no default is assumed."""
 KNOWN = (*FAMILIES, *CONVERTED)
@@ -123,7 +123,7 @@ _REFUSED = {
     "mlp_bias": "biases of the feed-forward layer alone have no flag",
     "mlp_only_layers": "layers without experts at places of their own are not read",
 }
-"""By key: why a value that says yes cannot be had."""
+"""Key -> why a model that switches it on is refused."""
 
 
 _MODELS = ("model_script", "model_yaml", "model_config", "model")
@@ -140,7 +140,7 @@ class ConfiguredModel:
 
 
 def named_model(name: str) -> ConfiguredModel:
-    """A model by its name. Raises ValueError where there is none."""
+    """Return the model with a known name. Raises ValueError for an unknown name."""
     if name not in NAMED:
         near = nearest(name, NAMED)
         hint = f"; the nearest that is known is {near}" if near else ""
@@ -183,7 +183,7 @@ class _ListModels(argparse.Action):
 
 
 def refuse_several_models(options: argparse.Namespace) -> None:
-    """Raises ValueError where more than one option names a model."""
+    """Raise ValueError if more than one option names a model."""
     given = [name for name in _MODELS if vars(options).get(name) is not None]
     if len(given) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -260,7 +260,7 @@ def _refuse_window(config: Mapping[str, object], source: str, sequence_length: i
 
 
 def _in_older_keys(config: Mapping[str, object]) -> Mapping[str, object]:
-    """What newer files say in a mapping of their own, or by another name, under the older keys."""
+    """Older key -> a value that newer files keep in a mapping of its own, or under another key."""
     given, found = config.get("rope_parameters"), {}
     if isinstance(given, Mapping):
         found = {"rope_theta": given.get("rope_theta"), "rotary_pct": given.get("partial_rotary_factor")}
@@ -268,7 +268,8 @@ def _in_older_keys(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _scaled(config: Mapping[str, object], source: str) -> tuple[str, ...]:
-    """Llama 3.1's scaling of frequencies. Others change neither time nor memory, and have no flag."""
+    """The flags of Llama 3.1's scaling of rotary frequencies. Others change neither time nor memory, and have no
+    flag."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, Mapping) or scaling.get("rope_type") != "llama3":
         return ()
@@ -280,7 +281,7 @@ def _scaled(config: Mapping[str, object], source: str) -> tuple[str, ...]:
 
 
 def _number(value: object, what: str) -> str:
-    """As a flag takes it. Raises ValueError where it is none."""
+    """Return a number as the text of a flag's value. Raises ValueError for anything else."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
         said = "missing" if value is None else f"{shown(value)}, no number{' from 0 on' if is_number else ''}"
@@ -334,4 +335,4 @@ NAMED: dict[str, dict[str, Any]] = {
     name: {"model_type": family, **dict(zip(keys, sizes, strict=True)), **more}
     for name, family, keys, sizes, more in _ROWS
 }
-"""By name."""
+"""Name of a model -> the content of its `config.json`."""

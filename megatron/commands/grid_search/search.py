@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from megatron.planner.search.synthesized import Made
 
 TAKES_FLAGS = True  # those of the training programs
-_MOST_SEQUENCES = 10_000_000  # of a batch, of which all divisors are looked for
+_MOST_SEQUENCES = 10_000_000  # the most sequences of a batch, since all divisors of their number are sought
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ def planners_for(options: argparse.Namespace, model: ModelInput, cluster: Cluste
 
 
 def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
-    """Raises ValueError where there is no price to rank by."""
+    """Raise ValueError if the objective is cost and the cluster has no price."""
     if options.objective == "cost" and cluster.price_per_gpu_hour is None:
         raise ValueError(
             "--objective cost needs a price; give --price-per-gpu-hour, or price_per_gpu_hour in the cluster's file"
@@ -207,13 +207,13 @@ def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
-    """Raises ValueError where ranks shall share sequences or experts, and not the time model alone predicts."""
+    """Raise ValueError if a profile has to predict shared sequences or experts."""
     if options.predict_from and (space.context != (1,) or job.has_experts):
         raise ValueError("--predict-from knows neither context parallelism nor experts; leave it, or these, out")
 
 
 def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
-    """The model; its vocabulary as the profile has it, which asked the tokenizer, unless it is said to be another.
+    """The shape of the model. Its vocabulary is the profile's, which the tokenizer gave, unless the user gives another.
 
     Raises ValueError for a model with parts that no profile has.
     """
@@ -260,9 +260,10 @@ def space_of(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -
 
 
 def _rank_mappings(names: tuple[str, ...], cluster: Cluster) -> tuple[str, ...]:
-    """Those that can be run: a file for an optimized one names hosts, and says nothing of what links several of them.
+    """The rank mappings that can run on the cluster: without `optimized` if nodes have several hosts.
 
-    Raises ValueError where that is the only one.
+    The topology file of an optimized mapping names hosts, and cannot describe links between the hosts of a node. Raises
+    ValueError if no mapping remains.
     """
     if len(cluster.gpus_of_hosts) == len(cluster.topology.nodes):
         return names
@@ -276,14 +277,14 @@ def _rank_mappings(names: tuple[str, ...], cluster: Cluster) -> tuple[str, ...]:
 
 
 def _schedules(cluster: Cluster) -> tuple[str, ...]:
-    """Those that a search tries by default; weights on the host where it is known what hosts have."""
+    """The schedules that a search tries by default; those with weights on the host only if hosts' memory is known."""
     if cluster.host_memory_gib is None:
         return schedules_on_device()
     return tuple(name for name, preset in offered().items() if preset.by_default)
 
 
 def _unasked(options: argparse.Namespace, job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Schedules that delay weights, of those that nobody named; --2bw-provisional asks for those with 2bw's weights."""
+    """The default schedules that delay weights, unasked. --2bw-provisional asks for those with the weights of 2bw."""
     names = () if options.schedules else delayed(_schedules(cluster))
     return tuple(name for name in names if not job.predictions or offer(name).policy != TWO_BW)
 
@@ -366,7 +367,7 @@ def nearest_miss(outcome: Outcome) -> str:
 
 
 def docs_url() -> str | None:
-    """Where the documentation of this checkout lies; an installed package has none."""
+    """The URL of this checkout's documentation; None for an installed package."""
     folder = ROOT / "docs"
     return folder.as_uri() if (folder / "convergence.md").is_file() else None
 

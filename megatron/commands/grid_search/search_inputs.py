@@ -25,7 +25,7 @@ from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.script import read_script
 from megatron.trainer.plan.command import SEARCHED, Job
 
-_WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
+_WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # no Transformer Engine runs there
 _PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
 _NOT_SEARCHED = ("pretrain_t5.py", "pretrain_vision_classify.py", "finetune_bert.py")
 

@@ -17,7 +17,7 @@ from megatron.trainer.plan.command import SOURCES, Job
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "auto.csv"
-"""The file with a script's program, where that is faster than all named schedules."""
+"""The file with a script's program, if a program is faster than all named schedules."""
 _CHECKOUT = f":-{ROOT}" if (ROOT / "examples").is_dir() else ":?has to name a checkout, whose examples/cluster start it"
 _WIDTH = 116
 _LAYERS = {"transformer_engine": "Transformer Engine's", "local": "megatron.core's own (local)"}
@@ -25,7 +25,7 @@ _MODEL_GROUPS = ("model", "precision")
 _MADE_BY = "# It is a model's file in the form of examples/cluster/models, too"  # in the head of every script
 _TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"})
 _FILES = {"--vocab-file": "VOCAB_FILE", "--merge-file": "MERGE_FILE"}
-_WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # none of job.sh's TOKENIZER_MODEL
+_WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # they need no TOKENIZER_MODEL of job.sh
 
 
 def script_text(
@@ -104,7 +104,7 @@ def script_text(
 
 
 def _written(configuration: Configuration) -> tuple[dict[str, object], list[tuple[str, ...]]]:
-    """The variables of job.sh that mean a configuration, and the flags of what has none."""
+    """The variables of job.sh that describe a configuration, and the flags of its fields without a variable."""
     variables, flags = {}, []
     for name, setting in SETTINGS.items():
         if setting.variable is None:
@@ -116,7 +116,7 @@ def _written(configuration: Configuration) -> tuple[dict[str, object], list[tupl
 
 
 def write_topology(path: Path, cluster: Cluster) -> None:
-    """The cluster's nodes, for the user to enter their host names."""
+    """Write the cluster's nodes to a file, in which the user enters their host names."""
     topology = cluster.topology.model_dump(mode="json", exclude_none=True)
     write_whole(path, json.dumps(topology, indent=1) + "\n")
 
@@ -133,12 +133,12 @@ def remove_script(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Locations:
-    """Where data, tokenizer and checkpoints are, as far as the user said so.
+    """The locations of data, tokenizer and checkpoints, as far as the user gave them.
 
     Attributes:
         wanted: variables that the environment has to set for the rest.
         lines: of the script; what the environment sets goes before them.
-        others: flags that say something else: how often to save, what to log, what a document's end means.
+        others: other flags of these groups: how often to save, what to log, what a document's end means.
         left_out: flags with a variable of the user's own script that nobody has set.
     """
 
@@ -149,7 +149,7 @@ class _Locations:
 
     @classmethod
     def of(cls, job: Job, folder: Path) -> "_Locations":
-        """Relative paths of the user's are seen from `folder`, since the script runs elsewhere."""
+        """Sort the user's flags. Relative paths are seen from `folder`, since the script runs elsewhere."""
         given = {}
         for group in ("data", "tokenizer", "checkpoint", "logging"):
             given |= job.located_argv_of(group, folder)
@@ -202,7 +202,7 @@ def _left_out(locations: _Locations) -> list[str]:
 
 
 def _topology(rank_mapping: str, name: str) -> list[str]:
-    """The file that an optimized mapping needs: beside the script."""
+    """The lines on the topology file beside the script, which an optimized mapping needs."""
     if rank_mapping != "optimized":
         return []
     return [
@@ -222,7 +222,7 @@ def _vocabulary(job: Job) -> list[tuple[str, ...]]:
 
 
 def _defaults(job: Job) -> list[tuple[str, ...]]:
-    """What a run cannot do without, from the environment where the user did not say it."""
+    """The flags that a run needs and that the user did not give, with values from the environment."""
     argv = []
     if not job.gives("train_iters") and not job.gives("train_samples"):
         argv.append(("--train-iters", '"${TRAIN_ITERS:-100000}"'))
@@ -232,7 +232,7 @@ def _defaults(job: Job) -> list[tuple[str, ...]]:
 
 
 def _assignments(variables: dict) -> list[str]:
-    """NAME="${NAME:-value}", as the environment may say otherwise; as many in a line as fit."""
+    """Lines of NAME="${NAME:-value}", so that the environment can replace values; as many in a line as fit."""
     return _filled([f'{name}="${{{name}:-{value}}}"' for name, value in variables.items()], indent="")
 
 

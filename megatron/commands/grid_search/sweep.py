@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _Found = tuple[SweepPoint, Searched | None]
-"""A point, and the search that it is of; None: the search could not be made."""
+"""A point and its search; None: the search could not be made."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse(options: argparse.Namespace) -> None:
-    """Raises ValueError for what makes no sweep."""
+    """Raise ValueError for options that make no sweep."""
     if options.gpus is None and options.sequence_lengths is None:
         raise ValueError("a sweep goes over something; give --gpus, --sequence-lengths, or both")
     if options.gpus is not None and options.nodes is not None:
@@ -114,7 +114,7 @@ def _refuse(options: argparse.Namespace) -> None:
 
 
 def _cluster(options: argparse.Namespace, cluster: Cluster, num_gpus: int) -> ClusterInput:
-    """As many of its GPUs: whole nodes, or a part of one. Raises ValueError."""
+    """The cluster with `num_gpus` of its GPUs: whole nodes, or a part of one. Raises ValueError for other numbers."""
     if options.gpus is None:
         return read_cluster(options)
     of_node = cluster.topology.nodes[0].gpus
@@ -136,7 +136,7 @@ def _cluster(options: argparse.Namespace, cluster: Cluster, num_gpus: int) -> Cl
 def _lengths(options: argparse.Namespace, model: ModelInput) -> list[argparse.Namespace]:
     """The options at each sequence length: with its flags, and with batches of equally many tokens.
 
-    Raises ValueError where these do not divide, and where other flags would make them unequal.
+    Raises ValueError if a batch does not divide into sequences of a length, or if other flags count sequences.
     """
     usual, batch = model.job.shape(1).sequence_length, model.job.global_batch_size
     found = []

@@ -284,7 +284,7 @@ def predicted_seconds(profile: Profile, configuration: Configuration, *, num_lay
     """Seconds of an iteration of the profile's model with `num_layers` layers. Raises ValueError if the profile lacks a
     time."""
     model = shape_of(profile, num_layers=num_layers, tensor=configuration.tensor)
-    # Of the cluster a profile needs nothing: it was taken there.
+    # A profile needs no facts of the cluster, since it was measured there.
     planner = Planner(model, Cluster(gpu="cpu", nodes=1, gpus_per_node=configuration.num_gpus))
     costs = ProfiledCosts(profile, model).costs(configuration, planner.layers(configuration))
     schedule = configuration.pipeline_schedule(tied_embeddings=model.shares_embedding)

@@ -75,8 +75,8 @@ class Runs:
         return self.folder / entry.name
 
     def training_argv(self, entry: TrialEntry) -> list[str]:
-        """The program and its flags. A transfer that does not arrive ends the run in half of the timeout, with the
-        words of the rank."""
+        """The program and its flags. The timeout of a transfer is half of the run's, so that a rank can still report
+        it."""
         flags = {
             "--train-iters": self.iterations,
             "--eval-iters": 0,
@@ -210,7 +210,8 @@ def collect(runs: Runs, entries: Sequence[TrialEntry], results: ResultsFile) -> 
 
 
 def iteration_seconds(path: Path) -> list[float]:
-    """The seconds of iterations in a metrics file, in order; of equal iterations the last. A torn line is left out."""
+    """The seconds of iterations in a metrics file, in order. Of repeated iterations the last one counts; an incomplete
+    line is left out."""
     seconds: dict[int, float] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -233,13 +234,13 @@ _OUT_OF_MEMORY = re.compile(
     r"|bad_alloc|STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
-# Of a rank, or of a process that loads its data; not what a launcher does itself to a rank that does not go.
+# A rank, or a process that loads its data, was killed by the system, not by the launcher itself.
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|exit code -9\b|killed by signal: Killed")
 _TIMED_OUT = re.compile(
     r"TimeoutError|timed out|has not ended after|did not come within|has not answered for", re.IGNORECASE
 )
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout")  # NCCL's, which then ends the process
-_WITHOUT_A_WORD = "ended without a word"  # what the failure guard tells of a rank that said nothing
+_WITHOUT_A_WORD = "ended without a word"  # the failure guard's words for a rank that gave no reason
 _STORY = re.compile(r"^rank \d+.*? stops: (?P<sentence>.+)$", re.MULTILINE)  # of the failure guard, on every rank alike
 _REFUSAL = re.compile(r"^\S+\.py: error: (?P<sentence>.+)$", re.MULTILINE)
 _EXCEPTION = re.compile(

@@ -87,13 +87,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """What writes the residuals again, without folders, which differ from machine to machine."""
+    """The command that writes the residuals again, without folders, which differ from machine to machine."""
     calibrated = "" if options.calibrated_on == DEFAULT_NAME else f" --calibrated-on {options.calibrated_on}"
     return f"grid_search validate --entries {Path(options.entries).name}{calibrated} --write-residuals FILE"
 
 
 def _throughputs(entries: Sequence[Entry], calibration: Calibration) -> dict[str, float]:
-    """Predicted sequences per second of those that can run, by id."""
+    """Predicted sequences per second of the entries that can run, by id."""
     found = {}
     for entry in entries:
         try:
