@@ -143,7 +143,7 @@ def seed_randomness(graph: fx.Graph, trained: Set[fx.Node]) -> int:
 
 
 def draw_of(graph: fx.Graph) -> fx.Node:
-    """The graph's input `DRAW`, its first; it is added where it is missing."""
+    """The graph's first input, `DRAW`, which is added if it is missing."""
     found = next((node for node in graph.nodes if node.op == "placeholder" and node.target == DRAW), None)
     if found is None:
         with graph.inserting_before(next(iter(graph.nodes))):

@@ -56,8 +56,8 @@ def tensor_files(folder: Path | str) -> dict[str, Path]:
 def state_of_tensors(folder: Path | str) -> str:
     """The number of a folder's tensors, and a digest of their names, dtypes, shapes and middle rows.
 
-    It tells models of one architecture apart, whatever files they are in, and reads little of them. Raises ValueError
-    as `FolderTensors` does.
+    The result tells models of one architecture apart, does not depend on the division into files, and needs few bytes
+    of them. Raises ValueError as `FolderTensors` does.
     """
     digest = hashlib.sha256()
     with FolderTensors(folder) as files:
@@ -159,7 +159,7 @@ def load_stage(
     `initial`, or has another shape.
     """
     kept = stage.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in stage.named_buffers() if name in kept}  # that checkpoints have
+    buffers = {name: buffer for name, buffer in stage.named_buffers() if name in kept}  # in checkpoints
     targets = {**dict(stage.named_parameters()), **buffers}
 
     wanted = {}

@@ -124,7 +124,7 @@ def _import(options: argparse.Namespace) -> None:
     model = model_of(read_config(source), source / "config.json")
     architecture = model.family.architecture
     argv = [*model.argv(), "--make-vocab-size-divisible-by", str(options.make_vocab_size_divisible_by)]
-    if architecture == "bert":  # its vocabulary, with or without capitals, is the user's to name
+    if architecture == "bert":  # the user names its vocabulary, with or without capitals
         pass
     elif any((source / name).is_file() for name in _TOKENIZERS):
         argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(output.absolute())]
@@ -264,7 +264,7 @@ def _old_format(root: Path, step: int | None) -> Path | None:
 
 
 def _vocabulary(options: argparse.Namespace, args: object, given: dict | None, path: Path) -> int:
-    """Rows of the vocabulary without padding. Raises ValueError where nothing says how many they are."""
+    """Rows of the vocabulary without padding. Raises ValueError if their number is not known."""
     from megatron.trainer.arguments.hugging_face import model_of
 
     padded, size = args.padded_vocab_size, options.vocab_size
@@ -299,7 +299,7 @@ def _described(options: argparse.Namespace, made: dict, given: dict | None) -> d
         )
     dtype = {name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in given}
     described = {"architectures": made["architectures"], **given, **(dtype or {"torch_dtype": made["torch_dtype"]})}
-    return {key: value for key, value in described.items() if key != QUANTIZATION}  # it is written unquantized
+    return {key: value for key, value in described.items() if key != QUANTIZATION}  # weights are written unquantized
 
 
 def _copy_beside(source: Path, folder: Path) -> list[Path]:

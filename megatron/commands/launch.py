@@ -50,7 +50,7 @@ class _Worker:
     """A process of the job on this node.
 
     Attributes:
-        num_starts: how often it was started.
+        num_starts: how often the process was started.
         is_out: whether the others have taken it for lost.
     """
 
@@ -117,7 +117,7 @@ class _Node:
         options = self.options
         here, everywhere = str(options.nproc_per_node), str(options.nproc_per_node * options.nnodes)
         environment = {
-            "OMP_NUM_THREADS": "1" if options.nproc_per_node > 1 else "",  # as torchrun, if the user says nothing
+            "OMP_NUM_THREADS": "1" if options.nproc_per_node > 1 else "",  # torchrun's default
             **os.environ,
             "RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(options.node_rank),
             "WORLD_SIZE": everywhere, "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": str(options.nnodes),

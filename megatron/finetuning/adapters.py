@@ -37,7 +37,7 @@ class Adapter:
 
     Attributes:
         model: the adapted model, whose forward takes the same tensors as before.
-        config: PEFT's configuration; PEFT has filled in what it decides by the architecture.
+        config: PEFT's configuration, in which PEFT has filled in the fields that depend on the architecture.
         layers: paths of the adapted layers.
         base_names: name in the adapted model -> name in the model before; a module that is trained whole has the name
             of its original.

@@ -103,8 +103,9 @@ class FrozenRank(FrozenUpdate):
     Its reports equal the reports of the other ranks, since this may be the first rank, which writes the log.
 
     Args:
-        versions, optimizer: of no parameters, kept so that checkpoints of all ranks have one form.
-        scheduler: of `optimizer`; it goes on, so layers that train again have the right learning rate.
+        versions, optimizer: versions and optimizer of no parameters, so that checkpoints of all ranks have one form.
+        scheduler: the scheduler of `optimizer`. It keeps stepping, so layers that train again have the right learning
+            rate.
         num_replicas: replicas of the pipeline.
         options: arguments of `FrozenUpdate`.
     """
@@ -167,7 +168,7 @@ class BuiltPipeline:
         }
 
     def load_statistics(self, found: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take over what `statistics` gave, here or on another rank with these stages."""
+        """Take over the result of `statistics` of this rank, or of another rank with these stages."""
         for index, own in self.statistics().items():
             for name, statistic in own.items():
                 statistic.copy_(found[index][name])

@@ -89,7 +89,7 @@ def _asked(args: argparse.Namespace) -> str | None:
 
 
 def require_evaluated(args: argparse.Namespace) -> None:
-    """Raise ValueError if a checkpoint of --load_best_model_at_end would be written where nothing is evaluated.
+    """Raise ValueError if a checkpoint of --load_best_model_at_end would be written without an evaluation.
 
     `args`: with whole numbers of batches.
     """
@@ -111,7 +111,7 @@ class Best:
         metric: the name of the metric.
         greater: whether a greater value is better.
         patience: the number of evaluations without an improvement after which the run ends; None: it does not.
-        threshold: what an improvement has to exceed.
+        threshold: the amount that an improvement has to exceed.
         value: the metric of the best evaluation; None before the first.
         checkpoint: the name of the best checkpoint's folder; None if there is none.
         saved_value: the metric at that checkpoint; a later, better evaluation may have had no checkpoint.

@@ -50,7 +50,7 @@ class SavedProgress:
 
     Attributes:
         batches, microbatches: the numbers of finished batches, and of their microbatches over all replicas.
-        signature: of the captured graph.
+        signature: the signature of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
         samples, batch_size, flags, contents: compared only if the resumed run trains. `batch_size`: samples of a batch

@@ -167,7 +167,7 @@ class Freezer:
         return warning
 
     def decide(self, *, is_due: bool) -> int:
-        """The number of layers to freeze from now on. Collective where `is_due`."""
+        """The number of layers to freeze from now on. Collective if `is_due`."""
         if self.has_ended:
             return 0
         if not is_due:

@@ -329,7 +329,7 @@ def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argpar
 def _best(args: argparse.Namespace, done: SavedProgress) -> Best | None:
     """The best evaluation with which the run begins; None if no flag asks for it.
 
-    Raises ValueError if the run goes on from a checkpoint whose best one is not in --output_dir.
+    Raises ValueError if the run resumes from a checkpoint whose best checkpoint is not in --output_dir.
     """
     best = Best.of(args)
     if best is None or done.best is None or not args.do_train:

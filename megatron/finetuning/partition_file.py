@@ -74,7 +74,7 @@ class PartitionFile:
     """The content of a partition's file.
 
     Attributes:
-        signature: of the captured graph.
+        signature: the signature of the captured graph.
         sequence: --max_seq_length and --max_target_length, in tokens.
         stage_of_node: number of a node in `graph_file` -> its stage.
         rank_of_stage: the device of each stage.
@@ -171,8 +171,10 @@ class PartitionFile:
 
 
 def kept_partition(args: argparse.Namespace, captured: Captured) -> PartitionFile | None:
-    """The partition of the checkpoint from which the run goes on; None if it does not fit the run, whose settings are
-    compared with the checkpoint's later on. A profile differs from run to run, and with it the stages.
+    """The partition of the checkpoint from which the run resumes; None if it does not fit the run.
+
+    A new profile, and with it the stages, would differ from run to run. The settings of run and checkpoint are compared
+    later.
 
     Raises ValueError if the file is damaged.
     """

@@ -78,7 +78,7 @@ class Candidate:
 
 
 def state_bytes(args: argparse.Namespace) -> int:
-    """Bytes of the optimizer's state for a parameter, where parameter or master is FP32."""
+    """Bytes of the optimizer's state for each parameter, if the parameter or its master is FP32."""
     return _STATE_BYTES[args.optim] // (2 if args.l2l_moments == "bfloat16" else 1)
 
 

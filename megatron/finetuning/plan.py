@@ -93,7 +93,7 @@ class RunPlan:
 
     Attributes:
         model: the model of the folder without memory for its parameters.
-        adapter: what is trained in its place; None: the model itself.
+        adapter: the adapter that is trained in place of the model; None: the model itself is trained.
         stage_of_operator: number of an operator -> its stage, in the form that `cut` takes.
         sizes: values for the symbolic dimensions of the captured graph.
         decays: names of the weights to which --weight_decay applies.
@@ -152,7 +152,7 @@ class RunPlan:
 
 def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     """Plan the run that the flags describe. Without --partition the first rank profiles and cuts the model, or takes
-    the partition of the checkpoint from which the run goes on.
+    the partition of the checkpoint from which the run resumes.
 
     Collective in a job: every rank must call it. Raises ValueError for a model that cannot be captured, and for a
     partition of another model.

@@ -1,4 +1,4 @@
-"""The flags of rows: what a microbatch is padded to, where rows are kept, and the checks that need no model."""
+"""The flags of rows: the padding of microbatches, files that keep rows, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from megatron.documents.flag_types import count
 
 PADDED = ("text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification")
-"""The tasks whose rows have different lengths, and whose losses do not depend on the padding behind. A softmax of
+"""The tasks whose rows have different lengths, and whose losses do not depend on the padding behind their tokens. A softmax of
 question-answering is over all tokens of a row, padding included."""
 
 STORED = (*PADDED, "question-answering")

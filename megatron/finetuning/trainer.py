@@ -53,7 +53,7 @@ class Trainer:
         summary: as for `build_pipeline`.
         generate: generates from the prompts of an evaluation, and returns further metrics; None: nothing is generated.
         drains: the last 64 batches before which the pipeline was drained.
-        owes_evaluation: a stop request left out an evaluation at the checkpoint from which the run goes on.
+        owes_evaluation: a stop request left out an evaluation at the checkpoint from which the run resumes.
         saved_step, evaluated_step: number of finished batches at the last checkpoint and at the last evaluation.
     """
 

@@ -173,7 +173,7 @@ class _Tasks:
         previous = self._compute("forward embedding", costs.embedding.forward, costs.gather * gathers, root)
         for layer in range(1, last + 1):
             following = gathers and layer < last
-            if following:  # its place is free when the layer before this one is done
+            if following:  # its memory is free when the previous layer is done
                 gathered[layer + 1] = self._gather(f"layer {layer + 1}", costs.gather, (previous,))
             beside = costs.gather * following
             waits = costs.host * gathers
@@ -257,10 +257,10 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slo
     copies = cost_model.moved(2 * element * of_layer) if runtime.copies and regathers else 0.0
     state, matrices = software.training_state(configuration), matrix_parameters(model, configuration.tensor, 1)
     casts = cost_model.moved((element + FP8_COPY_BYTES) * matrices) if software.fp8 else 0.0
-    if software.fp8 and state.fp8_weights:  # shards are cast, once a batch; what is gathered is transposed
+    if software.fp8 and state.fp8_weights:  # shards are cast once a batch; gathered weights are transposed
         in_forward, in_step = copies, casts * model.num_layers / sharding.shards
         in_backward = times * (copies + cost_model.moved(FP8_COPY_BYTES * matrices)) * regathers
-    else:  # what is gathered is cast: for each use, for each forward, or once a batch
+    else:  # gathered weights are cast: for each use, for each forward, or once a batch
         in_forward = copies + casts * (regathers or not runtime.keeps_batch)
         in_backward = times * (copies + casts) * regathers
         in_step = casts * model.num_layers * (not regathers and runtime.keeps_batch)

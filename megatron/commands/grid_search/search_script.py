@@ -137,7 +137,7 @@ class _Locations:
 
     Attributes:
         wanted: variables that the environment has to set for the rest.
-        lines: of the script; what the environment sets goes before them.
+        lines: lines of the script; variables of the environment take precedence.
         others: other flags of these groups: how often to save, what to log, what a document's end means.
         left_out: flags with a variable of the user's own script that nobody has set.
     """

@@ -97,7 +97,7 @@ class TrialEntry:
 
 
 def _text(value: object) -> str:
-    """A value within a name of a run, where a switch is a word alone."""
+    """The text of a value in the name of a run; empty for a switch, whose word stands alone."""
     if value is True:
         return ""
     return ".".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "value", value))

@@ -125,7 +125,7 @@ def read_file(path: str, *, limit: int | None = None) -> File:
 
 
 def stream_file(path: str, *, limit: int | None = None) -> File:
-    """As `read_file`, without keeping the samples in memory. Errors in samples are raised by iterations."""
+    """Read a file as `read_file` does, but keep no samples in memory. Iterations raise the errors of samples."""
     stream = Stream(lambda: _samples(path, limit))
     if next(iter(stream), None) is None:
         raise ValueError(f"{path} has no samples; give a file that has")

@@ -20,7 +20,7 @@ MIDDLE = "sent2"
 
 CHOICES = ("choices", "endings", "options")
 ENDING = "ending{}"
-"""SWAG's columns of choices, numbered from 0, where `CHOICES` are not there."""
+"""SWAG's columns of choices, numbered from 0, for files without a column of `CHOICES`."""
 
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:

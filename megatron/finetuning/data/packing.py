@@ -52,7 +52,7 @@ class Sequences:
     """The sequences of a file's samples, cut to a length. A sample without an answer within the length is left out.
 
     Attributes:
-        kind: what a sample is, such as a conversation.
+        kind: the word for a sample, such as conversation.
         kept: the sequences of each sample that is not left out.
         num_cut, num_left_out: numbers of samples.
     """

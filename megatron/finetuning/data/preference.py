@@ -49,7 +49,7 @@ class Pairs(Rows):
         self.reference, self._beta = torch.zeros(len(number), 2), beta
 
     def batch(self, indices: Sequence[int], size: int, *, whole: bool = False) -> dict[str, Tensor]:
-        """As `Rows.batch`, with the reference's log-probabilities."""
+        """Return the rows as `Rows.batch` does, with the reference's log-probabilities."""
         chosen = torch.tensor([*indices, *[indices[-1]] * (size - len(indices))]) % len(self)
         references = {f"{side}_reference": self.reference[chosen, at] for at, side in enumerate(ANSWERS)}
         return {**super().batch(indices, size), **references}

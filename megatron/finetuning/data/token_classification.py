@@ -39,7 +39,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
                 texts, is_split_into_words=True, truncation=True, max_length=args.max_seq_length, padding="max_length",
                 return_tensors="pt",
             )  # fmt: skip
-        except AssertionError as error:  # such as RoBERTa's, without add_prefix_space
+        except AssertionError as error:  # for example RoBERTa's tokenizer without add_prefix_space
             raise ValueError(f"the tokenizer takes no words ({error}); change that in its configuration") from error
         numbers = torch.full_like(encoded["input_ids"], IGNORED)
         num_lost = 0

@@ -100,7 +100,7 @@ _NEWER_ATTENTION = {"B200": 0.59, "GB200": 0.59, "GB300": 0.59}
 
 
 def _attention_parts(name: str, eighth: float | None) -> dict[str, float]:
-    """Return `attention_part` and `older_attention_part` of a GPU, where they differ from the defaults.
+    """Return `attention_part` and `older_attention_part` of a GPU if they differ from the defaults.
 
     FlashAttention-2 at its best reaches 73% of A100's peak in the forward and 63% in the backward (Dao 2023). That is
     0.8 of `product_rate`. The default is 0.7, since FlashAttention-2 reaches less with a mask and shorter sequences. On

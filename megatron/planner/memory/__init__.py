@@ -1,1 +1,1 @@
-"""How much memory ranks and hosts need, and what for."""
+"""The memory model of the planner: the bytes that ranks and hosts need, by part."""

@@ -127,8 +127,8 @@ class ActivationSetting:
         gathers_keys: context parallel ranks gather keys and values of whole sequences; else they pass keys and values
             around a ring.
         experts: how experts are split over ranks; None: each tensor rank has a part of every expert.
-        defers_gathered: what is kept for W has the gathered inputs of column-parallel layers, as Transformer Engine
-            keeps them; else W gathers them again.
+        defers_gathered: the gathered inputs of column-parallel layers are kept for W, as in Transformer Engine; else W
+            gathers them again.
     """
 
     tensor: int = 1

@@ -172,7 +172,7 @@ def moments_of(
     keeps_some = any(each.kind is Kind.FORWARD and each.stage in again and keeps(each.stage, each.microbatch)
                      for each in row)  # fmt: skip
     accepts = any(each.kind.row.of_pair for each in row)
-    moves: deque[Instruction] = deque()  # that may be under way
+    moves: deque[Instruction] = deque()  # posted, and perhaps not complete
     num_complete, found = 0, []
 
     def save(each: Instruction, change: int) -> None:

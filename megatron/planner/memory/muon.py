@@ -1,4 +1,4 @@
-"""What Muon needs: the matrices of a layer, the operations of their iterations, and the bytes of a step.
+"""The needs of Muon: the matrices of a layer, the operations of their iterations, and the bytes of a step.
 
 Muon keeps one moment of a matrix, where Adam keeps two. A step takes for each matrix of r x c elements, r <= c,
 `num_steps` iterations of three products: r r c, r r r and r r c multiplications and as many additions.

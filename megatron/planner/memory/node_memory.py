@@ -58,8 +58,8 @@ Crowd = Mapping[int, Crew]
 def crowds(
     degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int], experts: ExpertDegrees | None = None
 ) -> list[Crowd]:
-    """The crowd of each node that has ranks. `mapping`: the logical rank of each slot. `experts`: how ranks share
-    out experts; None: they do not."""
+    """The crowd of each node that has ranks. `mapping`: the logical rank of each slot. `experts`: how
+    experts are split over ranks; None: they are not."""
     parts: dict[int, dict[int, list[tuple[int, int]]]] = {}
     own = experts or ExpertDegrees(tensor=degrees.tensor)
     for slot, rank in enumerate(mapping):
@@ -120,7 +120,7 @@ def largest_model(
     If some layers have experts, each counts as the mean layer of `shape`.
 
     Args:
-        experts: how ranks share out experts; None: they do not.
+        experts: how experts are split over ranks; None: they are not.
         num_ranks: p.
         stash_of_layer: bytes of a layer's inputs on the host; 0: the stash is on the device.
 

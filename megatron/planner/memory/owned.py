@@ -1,4 +1,4 @@
-"""The part of the optimizer's state on the fullest replica, where replicas own whole parameters (Muon).
+"""The part of the optimizer's state on the fullest replica if replicas own whole parameters (Muon).
 
 The parameters of a rank are listed by size and dealt out by the rule of a run (`owners_of`). Models with experts are
 not listed: an even part is assumed for them.

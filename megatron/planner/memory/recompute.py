@@ -25,7 +25,7 @@ class Recompute:
             `every_other_product` alone: everything but the attention and every other matrix product.
         method: recomputes whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of
             each stage; None: no whole layers.
-        num_layers: see `method`.
+        num_layers: layers of a chunk (`uniform`), or recomputed layers of a stage (`block`).
         whole_stage: instructions of the program recompute a stage from its input.
     """
 

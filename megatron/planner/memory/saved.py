@@ -63,7 +63,7 @@ class SavedOnRank(NamedTuple):
     """Bytes that a rank holds at its fullest moment.
 
     Attributes:
-        activations, deferred: what waits for an I or B, and for a W, at the moment when their sum is largest.
+        activations, deferred: bytes that wait for an I or B, and for a W, at the moment when their sum is largest.
         workspace: bytes of a backward's workspace. If the demand has moments, the increase of the peak by it.
     """
 
@@ -101,7 +101,7 @@ def _within_limits(rank: int, saved: Sequence[float], demand: Demand) -> float:
 
 
 def _at_moments(rank: int, sizes: StageSizes, demand: Demand) -> SavedOnRank:
-    """What is held at the moments of a demand.
+    """Return the bytes that a rank holds at the fullest moment of a demand.
 
     At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing.
     Recomputed activations count from R on.

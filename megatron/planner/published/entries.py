@@ -154,9 +154,9 @@ class _MeasuredRun:
         batch = configuration.global_batch_size
         self._operations = model.operations(batch)
         self._rates = {"model_tflops_per_gpu": self._operations}
-        if configuration.recompute is RecomputeScope.NONE:  # else `tflops_per_gpu` could be either
+        if configuration.recompute is RecomputeScope.NONE:  # else `tflops_per_gpu` is ambiguous
             self._rates |= dict.fromkeys(("tflops_per_gpu_incl_recompute", "tflops_per_gpu"), self._operations)
-        elif configuration.recompute is RecomputeScope.LAYER:  # as Narayanan et al. 2021 count: once more forward
+        elif configuration.recompute is RecomputeScope.LAYER:  # Narayanan et al. 2021 count one more forward
             again = model.forward_operations(model.num_layers, batch)
             self._rates["tflops_per_gpu_incl_recompute"] = self._operations + again
 

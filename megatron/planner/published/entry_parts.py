@@ -148,7 +148,7 @@ class ModelRecord(BaseModel):
         )  # fmt: skip
 
 
-_MACHINES = {  # what papers call them: GB/s of a node to the network, and GPUs on it; hyphens and case do not matter
+_MACHINES = {  # name in papers, without hyphens, in small letters -> GB/s of a node to the network, and GPUs on it
     "selene": (200.0, 8), "dgx a100": (200.0, 8),  # 8 x HDR InfiniBand
     "dgx h100": (400.0, 8), "dgx h200": (400.0, 8), "dgx b200": (400.0, 8),  # 8 x NDR InfiniBand
     "dgx gb200": (3600.0, 72), "dgx 2": (100.0, 16),  # 72 x NDR, 8 x EDR

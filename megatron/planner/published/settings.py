@@ -222,7 +222,7 @@ class SettingsRecord(BaseModel):
             yield "grad_reduce_in_bf16", f"precision {self.precision}"
         if not self.is_fp8:
             yield from ((name, "another precision than fp8") for name in ("fp8_recipe", "fp8_param_gather"))
-        if not configuration.distributed_optimizer and configuration.sharding is None:  # as Megatron-LM refuses it
+        if not configuration.distributed_optimizer and configuration.sharding is None:  # Megatron-LM refuses it, too
             yield "fp8_param_gather", "a whole optimizer on each replica (no zero1, no fsdp)"
         if not has_experts:
             yield from (

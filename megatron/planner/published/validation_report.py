@@ -21,7 +21,7 @@ class ValidationOutcome:
     """A line of the table.
 
     Attributes:
-        test: what is tested.
+        test: the name of the test.
         bar: the bar in words; empty: there is none.
         found: the result in words.
         reached: whether the result reaches the bar; None without a bar.

@@ -120,7 +120,7 @@ class Links:
         nodes = [self._nodes[rank] for rank in members]
         if len(set(nodes)) == 1:
             return self.within
-        together = nodes.count(nodes[0])  # the other groups also have so many ranks on the node
+        together = nodes.count(nodes[0])  # each other group has as many ranks on the node
         return min(self.within, self._between * together / len(self._ranks_on[nodes[0]]))
 
     def _share_experts(self, experts: ExpertDegrees) -> None:

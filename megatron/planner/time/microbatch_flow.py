@@ -192,7 +192,7 @@ def busy_at(stages: StageTimes, m: int) -> list[float]:
 
 
 def busy_at_rank(stages: StageTimes, m: int, ranks: list[int]) -> list[float]:
-    """Return `busy_at` for each of `ranks`, where ranks have several stages.
+    """Return `busy_at` for each of `ranks` if ranks have several stages.
 
     Between its first backward and its last forward a rank computes all the time. The time before follows the first
     group of microbatches through the stages. The time behind follows the last group, which is the mirror image.

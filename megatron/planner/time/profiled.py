@@ -171,7 +171,7 @@ class ProfiledCosts:
         counts = range(1, configuration.pipeline + 1)
         at_work = {count: self._times(configuration, layers, count * group) for count in counts}
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
-        # If batches do not drain, simulate so many that fill and drain do not affect the middle one.
+        # If batches do not drain, simulate enough of them that fill and drain do not affect the middle one.
         around = schedule.settling_batches
         program = schedule.build((configuration.num_microbatches,) * (1 + 2 * around))
         return settle(

@@ -62,8 +62,10 @@ class CutModel:
 
     @property
     def moved_bytes(self) -> tuple[float, ...]:
-        """By rank of a pipeline, the bytes of its largest move: what a microbatch saves at one of its trained stages; 0
-        if all are frozen."""
+        """The bytes of the largest move of each pipeline rank: activations that a microbatch saves at a trained stage.
+
+        0 if all stages of the rank are frozen.
+        """
         saved = self._saved
         return tuple(max((saved[stage] for stage in own), default=0.0) for own in self._trained)
 
