@@ -1,4 +1,4 @@
-"""The programs of a job that goes on without ranks that it lost, each proved, with its time and a lower bound."""
+"""Proved programs for a job that goes on without its lost ranks, each with its time and a lower bound on the time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Survivors:
         ranks: the ranks that are left.
         lost: the lost ranks.
         seconds: the simulated time of a batch: drained or, if the weights need no drain, in the steady state.
-        undisturbed: the same of a replica while no rank is lost.
-        bound: a time of a batch that no order of these computations undercuts within the memory limit.
-        held: for each rank of the pipeline, how many microbatches it holds at most, over its stages and in any replica.
+        undisturbed: the same for a replica while no rank is lost.
+        bound: a lower bound on the time of a batch, for any order of these computations within the memory limit.
+        held: for each rank of the pipeline, the most microbatches that it holds, over its stages and in any replica.
         held_undisturbed: the same while no rank is lost.
     """
 
@@ -55,7 +55,7 @@ class Survivors:
 
     @property
     def least_slowdown(self) -> float:
-        """A slowdown that no order of these computations undercuts within the memory limit."""
+        """A lower bound on the slowdown, for any order of these computations within the memory limit."""
         return self.bound / self.undisturbed
 
 
@@ -68,7 +68,7 @@ def without(
     costs: Costs | None = None,
     most_held: int | None = None,
 ) -> Survivors:
-    """Return the program of the ranks that are left.
+    """Return the job without its lost ranks: the program of the ranks that are left, its time and its memory.
 
     Args:
         schedule: the schedule of each replica while no rank is lost.
@@ -114,11 +114,12 @@ def without(
 
 
 def _drained(rooms: Sequence[Room], costs: Costs, bound: float) -> ProgramSchedule:
-    """Return the fastest program that drains after each batch. `bound`: a time that none undercuts.
+    """Return the fastest program that drains after each batch. `bound`: a lower bound on its time.
 
-    The search takes receives as posted in time, and moves as free. So the best few orders of each room are simulated,
-    in which a receive or a move may come late. One that takes as long as the search says leaves nothing to find to
-    those behind it. If no order fits into the limit, it is the program that holds the fewest microbatches.
+    The search assumes that receives are posted in time and that moves take no time. So the best few orders of each room
+    are simulated, in which a receive or a move may come late. The simulation ends at the first order whose time in the
+    search is not below the best simulated time. If no order keeps the limit, the result is the program that holds the
+    fewest microbatches.
     """
     sharing, fitting, emptiest = rooms[0].sharing, [], None
     for room in rooms:
@@ -131,7 +132,7 @@ def _drained(rooms: Sequence[Room], costs: Costs, bound: float) -> ProgramSchedu
 
     best, least, priced = None, inf, sharing.costs(costs)
     for ordered, room in fitting:
-        if ordered.seconds >= least and not work.extent.recompute:  # a recompute may hide, and take less
+        if ordered.seconds >= least and not work.extent.recompute:  # a recompute may hide in a wait, and save time
             break
         with suppress(ValueError) if room.moves else nullcontext():  # moves may not keep the limit
             program = completed(_program(work, ordered, room))
@@ -142,7 +143,10 @@ def _drained(rooms: Sequence[Room], costs: Costs, bound: float) -> ProgramSchedu
 
 
 def _steady(rooms: Sequence[Room], costs: Costs, bound: float) -> ProgramSchedule:
-    """Return the fastest program that goes on without a drain; of equals, the one without moves. `bound`: as above."""
+    """Return the fastest program that goes on without a drain; of equals, the one without moves.
+
+    `bound`: a lower bound on its time.
+    """
     best, least, refusal, priced = None, inf, None, rooms[0].sharing.costs(costs)
     for room in rooms:
         if least <= bound:
@@ -162,10 +166,10 @@ def _steady(rooms: Sequence[Room], costs: Costs, bound: float) -> ProgramSchedul
 
 
 def _steady_in(room: Room, costs: Costs) -> ProgramSchedule:
-    """Return the fastest program that keeps to the room, or one that does not if none does.
+    """Return the fastest program that keeps to the room; if there is none, the fastest other program.
 
-    An order may not repeat, or begin a batch before the step that it needs. So the fastest order that can be proved is
-    taken, and one that repeats with every batch before others.
+    Some orders do not repeat, or begin a batch before the step that it needs. So the fastest order that can be proved
+    is taken. Orders are first tried with a period of one batch, then with any period.
 
     Raises:
         ValueError: no order can be proved.
@@ -202,18 +206,18 @@ def _schedule(sharing: Sharing, program: Program, period: int | None = None) -> 
 
 
 def name_of(weights: str, lost: Collection[ReplicaRank], num_replicas: int) -> str:
-    """Return the name of the program of such weights without lost ranks."""
+    """Return the name of a program with these weights without the lost ranks; if none is lost, of all replicas."""
     without = f"without {counted(len(lost), 'rank')} ({' '.join(map(str, sorted(lost)))})"
     return f"{weights} {without if lost else 'of ' + counted(num_replicas, 'replica')}"
 
 
 _SIMULATED = 4  # orders of each room
 _REPEATED = 5
-"""Batches behind those that settle, in rows that are to repeat: some that are alike, and the last, which drains."""
+"""The number of batches behind those that settle, in rows that are to repeat: some are alike, and the last drains."""
 
 
 def _settled(schedule: PipelineSchedule, num_microbatches: int) -> tuple[int, ...]:
-    """Return batches enough that the last ones are alike."""
+    """Return the sizes of enough batches for the last ones to be alike."""
     return (num_microbatches,) * (1 if schedule.weights.drains else schedule.settling_batches + 4)
 
 

@@ -1,14 +1,14 @@
-"""Times that no order of the ranks that are left undercuts, whatever the search finds.
+"""Lower bounds on the time of a batch on the ranks that are left, for any order of their computations.
 
 A rank has all its computations to do. Before them it waits until the first microbatch has come through the stages
-before it, and behind its last backward the gradient has its way to the first stage. A rank that may hold few
+before it, and behind its last backward the gradient still has its way to the first stage. A rank that may hold few
 microbatches waits longer:
 
-- It begins at most as many forwards as it may hold before its first backward, whose gradient has been to the end of the
-  pipeline and back by then.
-- Behind its last forward it has at most the other microbatches that it holds to go on with, until the gradient of that
-  forward is there.
-- Each microbatch is held for as long as the way to the end and back takes, and only so many are held at a time.
+- Before its first backward it begins at most as many forwards as it may hold microbatches, and this backward waits
+  until its microbatch has been to the end of the pipeline and back.
+- Behind its last forward it can only work on the other microbatches that it holds, until the gradient of that forward
+  arrives.
+- Each microbatch is held at least for its way to the end and back, and only a limited number is held at a time.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from megatron.pipeline.survivors.sharing import Sharing
 
 
 def drained_bound(sharing: Sharing, costs: Costs, most_held: Sequence[int]) -> float:
-    """Return a time of a drained batch, without its update, that no order undercuts, in seconds.
+    """Return a lower bound on the time of a drained batch, without its update, in seconds.
 
     Args:
         sharing: the ranks that are left.
         costs: the costs of the model's stages and edges.
-        most_held: for each rank, the number of microbatches that it may hold, over its stages, or may have elsewhere.
+        most_held: for each rank, the number of microbatches that it may hold, over its stages, or have moved away.
     """
     ways = _Ways(sharing, costs)
     return max(ways.alone, *(each.drained(ways, most) for each, most in zip(ways.loads, most_held, strict=True)))
 
 
 def steady_bound(sharing: Sharing, costs: Costs, most_held: Sequence[int]) -> float:
-    """Return a time of a batch in the steady state that no order undercuts, in seconds. The arguments are the same."""
+    """Return a lower bound on the time of a batch in the steady state, in seconds. Arguments as for `drained_bound`."""
     loads = zip(_Ways(sharing, costs).loads, most_held, strict=True)
     return max(max(each.busy, each.held / most) for each, most in loads)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """The work of a rank in a batch, in seconds but for `counts`.
+    """The work of a rank in a batch; all times are in seconds.
 
     Attributes:
         counts: stage of the model -> number of microbatches.
-        busy: of all computations.
-        before_weights: of all but the halves W.
-        held: for which microbatches are held, added up.
-        forward, recompute: of the longest forward, and the longest recompute.
+        busy: the time of all computations.
+        before_weights: the time of all computations but the halves W.
+        held: the time for which a microbatch is held, summed over the microbatches.
+        forward, recompute: the time of the longest forward, and of the longest recompute.
         between: the longest work on one microbatch behind its forward.
         between_before_weights: the same without its half W.
     """
@@ -83,7 +83,7 @@ class _Load:
         )
 
     def drained(self, ways: _Ways, most_held: int) -> float:
-        """Return the time of a drained batch that this rank's work takes at least."""
+        """Return the least time of a drained batch that this rank's work allows, in seconds."""
         stages, most_begun = self.counts, min(most_held, self.counts.total())
         begins = min(ways.head[stage] for stage in stages)
         first_gradient = min(ways.head[stage] + ways.back[stage] for stage in stages)
@@ -110,15 +110,15 @@ class _Taken(NamedTuple):
 
 
 class _Ways:
-    """The seconds that a microbatch takes on its way at least, for each stage of the model.
+    """The least seconds of a microbatch on its way, for each stage of the model.
 
     Attributes:
         loads: the work of each rank that is left.
-        forward, recompute: of the stage.
-        head: before its forward.
-        back: from the start of its forward to that of its backward, or half I.
-        tail: behind its backward, or half I.
-        alone: of a whole batch of one microbatch.
+        forward, recompute: the time of a forward and of a recompute at the stage.
+        head: the time before its forward at the stage.
+        back: the time from the start of its forward to the start of its backward, or half I.
+        tail: the time behind its backward, or half I.
+        alone: the time of a whole batch of one microbatch.
     """
 
     def __init__(self, sharing: Sharing, costs: Costs) -> None:

@@ -1,7 +1,8 @@
-"""What each loss of a job would come to, as a table.
+"""The results for each possible loss of a job, as a table.
 
-Replicas differ only in the numbers of their microbatches. So one loss stands for those of the same rank in any replica,
-and a loss of two ranks for those in any replica, or in any two.
+Replicas differ only in the numbers of their microbatches. So the loss of a rank stands for the loss of the same
+pipeline rank of any replica, and the loss of two ranks for the loss of these two of any replica, or of any two
+replicas.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ COLUMNS = ("lost", "batch", "slower", "bound", "slower at least", "held before",
 
 @dataclass(frozen=True)
 class Loss:
-    """Lost ranks, and the job without them; or the reason why it cannot go on."""
+    """Lost ranks, with the job without them, or with the reason why it cannot go on."""
 
     lost: tuple[ReplicaRank, ...]
     survivors: Survivors | None
     refusal: str | None = None
 
     def row(self) -> tuple[str, ...]:
-        """Return the texts of `COLUMNS`; numbers held are by rank of the pipeline."""
+        """Return the texts of `COLUMNS`. The held microbatches are listed by pipeline rank."""
         lost, found = " ".join(map(str, self.lost)), self.survivors
         if found is None:
             return lost, "ends", *[""] * (len(COLUMNS) - 2)
@@ -59,12 +60,12 @@ class Loss:
 
 
 def single_losses(num_ranks: int) -> list[tuple[ReplicaRank, ...]]:
-    """Return the losses of one rank that differ: one for each rank of the pipeline."""
+    """Return the distinct losses of one rank: one for each pipeline rank."""
     return [(ReplicaRank(0, rank),) for rank in range(num_ranks)]
 
 
 def double_losses(num_ranks: int) -> list[tuple[ReplicaRank, ...]]:
-    """Return the losses of two ranks that differ: of the same replica, then of two replicas."""
+    """Return the distinct losses of two ranks: first of one replica, then of two replicas."""
     of_one = [(ReplicaRank(0, one), ReplicaRank(0, other)) for one, other in combinations(range(num_ranks), 2)]
     pairs = combinations_with_replacement(range(num_ranks), 2)
     return of_one + [(ReplicaRank(0, one), ReplicaRank(1, other)) for one, other in pairs]
@@ -79,10 +80,12 @@ def losses_of(
     costs: Costs | None = None,
     most_held: int | None = None,
 ) -> list[Loss]:
-    """Return what each of these losses comes to. The other arguments are those of `without`.
+    """Return the result for each of the losses `lost`. The other arguments are those of `without`.
 
-    A loss that the job does not outlive has the reason. If it outlives none of them, ValueError is raised for the
-    first.
+    If the job cannot go on after a loss, its result has the reason.
+
+    Raises:
+        ValueError: the job cannot go on after any of the losses; the reason is that of the first loss.
     """
     found, first = [], None
     for each in lost:

@@ -3,17 +3,17 @@
 Two ways lead to rows:
 
 - **Merged.** Without a loss, the replicas run in step. So a rank runs its own computations and those that it takes
-  over in the order in which the whole job would start them, as the simulation of one replica says. Whatever a
-  computation waits for starts before it there. So such rows are free of deadlocks, and they repeat with every batch if
-  the schedule does.
-- **Listed.** Each rank starts what is ready: backwards first, then forwards while it holds few enough microbatches,
-  then the halves W of backwards, which fill its bubbles. So the work that it takes over moves to where it would have
-  been idle. Over each edge microbatches arrive in the order in which they were sent.
+  over in the order in which the whole job would start them, by the simulation of one replica. In this order each
+  computation starts after the computations that it waits for. So such rows are free of deadlocks, and they repeat with
+  every batch if the schedule does.
+- **Listed.** Each rank starts computations that are ready: backwards first, then forwards while it holds few enough
+  microbatches, then the halves W of backwards, which fill its bubbles. So the work that it takes over moves into its
+  idle time. Over each edge microbatches arrive in the order in which they were sent.
 
-Both are tried, the second with several numbers of microbatches that a rank may hold, and with fewer where ranks of
-several stages come to hold too many. Under weights that need no drain the second way begins what is ready in the order
-of the first, and where that does not settle, a late batch becomes the pattern of all: each batch in the order of its
-starts, a period behind the one before.
+Both ways are tried. The second is tried with several numbers of microbatches that a rank may hold, and with smaller
+numbers if ranks of several stages come to hold too many. Under weights that need no drain, the second way starts ready
+computations in the order of the first way. If such an order does not settle, a late batch becomes the pattern of all
+batches: each batch runs in the order of that batch's starts, one period behind the batch before.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _INPUT = Kind.BACKWARD_INPUT
 _WEIGHT = Kind.BACKWARD_WEIGHT
 _MORE = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12, 16)
 _FEW_MORE = (0, 1, 2, 4)
-"""How many more microbatches than while no rank is lost a rank may hold, in the orders that are tried."""
+"""The numbers of microbatches that a rank may hold beyond those of the undisturbed job, one for each order to try."""
 
 
 def _urgency(kind: Kind) -> int:
-    """Return the place of a kind in what a rank begins: backwards, forwards, the halves W of backwards."""
+    """Return the urgency of a kind, the least number first: backwards 0, forwards 1, the halves W of backwards 2."""
     return 2 if kind is _WEIGHT else int(kind not in BEGINS_BACKWARD)
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """Rows of computations, as numbers of `Work`, with their time from a drained state to one, without updates.
+    """Rows of computations, by their numbers in `Work`, with their time from drained to drained, without updates.
 
     Attributes:
-        starts: of each computation, in seconds.
+        starts: the start of each computation, in seconds.
         held: for each rank, the largest number of microbatches between forward and end of backward, over its stages.
     """
 
@@ -60,22 +60,23 @@ class Ordered:
 
 
 class Work:
-    """The computations of batches on the ranks that are left, numbered, and what waits for what.
+    """The numbered computations of batches on the ranks that are left, and their dependencies.
+
+    All attributes but the first three have an entry for each computation, by its number.
 
     Attributes:
         extent: the extent of the batches.
-        rows: the merged rows, which hold every computation once, as numbers.
-        turns: of each rank, when it begins something among ranks that could at the same time.
-        computations: the computation of each number.
-        places: of each computation, the place of its microbatch (`Sharing.place`).
-        ranks, seconds: of each computation.
+        rows: the merged rows, which hold the number of every computation once.
+        turns: for each rank, its turn among ranks that could start a computation at the same time.
+        computations: the computation itself.
+        places: the place of its microbatch (`Sharing.place`).
+        ranks, seconds: its rank, and the seconds that it takes.
         first: whether it is a forward of its rank's first stage.
         held: the change in the number of microbatches that its rank holds.
-        num_awaited: the number of computations that each one waits for.
-        followers: the computations that wait for each one, with the seconds after its end from which on they may begin.
-        queues: for each computation, the number of what it shares with those that a rank has to begin in the order in
-            which they arrive.
-        priorities: two orders of all computations: backwards, then forwards, then W; and that of the merged rows.
+        num_awaited: the number of computations that it waits for.
+        followers: the computations that wait for it, with the seconds from its end to the moment when they may start.
+        queues: the number of its queue. A rank starts the computations of a queue in the order of their arrival.
+        priorities: its places in two orders: backwards, then forwards, then W; and the order of the merged rows.
     """
 
     def __init__(self, sharing: Sharing, costs: Costs, num_batches: int = 1) -> None:
@@ -115,13 +116,13 @@ class Work:
         ]
 
     def _urgency(self, places: Sequence[int]) -> list[int]:
-        """Return the place of each computation in the order backwards, forwards, W, each by its microbatch's place."""
+        """Return the place of each computation in the order backwards, forwards, W; within each, by `places`."""
         keys = [(_urgency(each.kind), places[at], -each.stage) for at, each in enumerate(self.computations)]
         place = {key: at for at, key in enumerate(sorted(keys))}
         return [place[key] for key in keys]
 
     def with_rows(self, rows: list[list[int]]) -> Work:
-        """Return the same work with another order for ranks that keep the order of their rows."""
+        """Return the same work with other rows, for runs in which ranks keep the order of their rows."""
         other = copy(self)
         other.rows = rows
         return other
@@ -141,7 +142,7 @@ def _seconds(extent: Extent, costs: Costs, computations: Sequence[Instruction]) 
 
 
 def _followers(extent: Extent, costs: Costs, number: Mapping[Instruction, int]) -> list[list[tuple[int, float]]]:
-    """Return what waits for each computation, with the seconds between."""
+    """Return for each computation those that wait for it, with the seconds from its end to their earliest start."""
     graph, rank_of_stage = extent.graph, extent.rank_of_stage
     forward, backward, latency = costs.edges(len(graph.edges))
     takers: dict[Tensor, list[list[tuple[int, float]]]] = {
@@ -195,12 +196,12 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
 
     Args:
         work: the computations.
-        most_held: for each rank, the number of microbatches with which it begins no other one at its first stage; None:
-            each rank keeps the order of the merged rows.
-        priority: of each computation; of those that are ready a rank begins the one with the least.
+        most_held: for each rank, the number of held microbatches at which it starts no further forward of its first
+            stage; None: each rank keeps the order of `work.rows`.
+        priority: for each computation, its priority; a rank starts the ready computation with the least number.
 
     Returns:
-        None if ranks wait for one another.
+        The order; None if ranks wait for one another.
     """
     num_ranks, num_awaited, ranks, seconds = len(work.rows), list(work.num_awaited), work.ranks, work.seconds
     keeps_rows = most_held is None
@@ -253,7 +254,7 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
 
 
 def _caps(room: Room, more: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return how many microbatches each rank may begin: as many as while no rank is lost, and some more or fewer."""
+    """Return the caps to try: how many microbatches each rank may begin, as in the undisturbed job plus `more`."""
     own = room.sharing.begun_undisturbed
     ranks = list(zip(room.sharing.ranks, room.most, strict=True))
     found = (tuple(max(1, min(most, own[rank] + each)) for (_, rank), most in ranks) for each in more)
@@ -280,9 +281,9 @@ def drained_orders(room: Room, costs: Costs) -> tuple[Work, list[Ordered]]:
 def _within(
     work: Work, caps: tuple[int, ...], priority: Sequence[int], room: Room, known: set[tuple[int, ...]]
 ) -> Iterator[Ordered | None]:
-    """Run the computations, and again where ranks of several stages begin more than they may, so that these begin less.
+    """Run the computations, and run them again with smaller caps for ranks of several stages that begin too many.
 
-    `known`: the caps that have been tried; those that are tried here join them.
+    `known`: the caps that have been tried; this function adds those that it tries.
     """
     while caps not in known:
         known.add(caps)
@@ -295,10 +296,10 @@ def _within(
 def steady_orders(room: Room, costs: Costs, num_batches: int) -> tuple[Work, list[Ordered]]:
     """Return orders of batches that follow one another without a drain, with their time at `costs`.
 
-    Those that repeat with every batch come first, and of these the fastest that keep to the room.
+    Orders that keep to the room come first, and of these the fastest.
 
-    Ranks begin what is ready in the order of the merged rows, while they hold few enough microbatches. Where such an
-    order does not settle, one of its batches is made the pattern of all.
+    Ranks start ready computations in the order of the merged rows, while they hold few enough microbatches. If such an
+    order does not settle, one of its batches becomes the pattern of all batches.
     """
     sharing = room.sharing
     real, found = Work(sharing, costs, num_batches), {}
@@ -313,7 +314,7 @@ def steady_orders(room: Room, costs: Costs, num_batches: int) -> tuple[Work, lis
 
 
 def _repeats(work: Work, rows: list[list[int]], num_batches: int) -> bool:
-    """Whether the computations of each rank are those of a batch before, before the last batch begins to drain."""
+    """Whether each rank's computations of the last batch but one repeat those of the batch before, one batch later."""
     size = work.extent.batches[0]
     for row in rows:
         whole = len(row) // num_batches
@@ -325,9 +326,9 @@ def _repeats(work: Work, rows: list[list[int]], num_batches: int) -> bool:
 
 
 def _patterned(work: Work, ordered: Ordered, num_batches: int) -> list[list[int]]:
-    """Return rows in the order of the starts that a late batch has, each batch as long behind the one before.
+    """Return rows in which every batch has the order of a late batch's starts, one period behind the batch before.
 
-    Whatever a computation waits for is of its microbatch and starts before it, so ranks do not wait for one another.
+    A computation waits only for computations of its own microbatch, and they start before it. So no deadlock occurs.
     """
     size, pattern = work.extent.batches[0], num_batches - 3
     number = {each: at for at, each in enumerate(work.computations)}

@@ -1,8 +1,9 @@
-"""A program without lost ranks with other names for the replicas.
+"""The renaming of replicas in a program without lost ranks.
 
-Replicas differ only in the numbers of their microbatches: replica j of d has j, j + d, j + 2d, ... So a loss is another
-one with renamed replicas, and its program is the other one's: the same rows at the same times, with other numbers of
-microbatches, of stages that are copies and of ranks. What was proved of the one holds for the other.
+Replicas differ only in the numbers of their microbatches: replica j of d has j, j + d, j + 2d, ... So renaming replicas
+turns one loss into another loss, and the program of the first into a program of the second. The rows and their times
+stay the same; the numbers of microbatches, of copies and of ranks change. What is proved of one program holds for the
+other.
 
     lost 2.1 of 4 replicas    is 0.1, where replica 0 stands for 2, and 1, 2, 3 for 3, 0, 1
     lost 3.0 and 1.1          is 0.0 and 1.1, where 0 and 1 stand for 3 and 1, and 2, 3 for 0, 2
@@ -22,10 +23,10 @@ from megatron.pipeline.survivors.sharing import ReplicaRank, in_order
 
 
 def distinct(lost: Collection[ReplicaRank], num_replicas: int) -> tuple[tuple[ReplicaRank, ...], tuple[int, ...]]:
-    """Return the loss that stands for `lost`, and for each of its replicas the one of `lost` that it stands for.
+    """Return the loss that stands for `lost`, and for each of its replicas the replica of `lost` that it stands for.
 
-    All losses that are the same but for the names of the replicas have the same one. Its replicas 0, 1, ... have lost
-    ranks, and their order is that of `in_order`.
+    Losses that differ only in the names of replicas have the same loss that stands for them. In that loss, the replicas
+    0, 1, ... have the lost ranks, in the reverse of the order of `in_order`.
     """
     order = in_order(lost, num_replicas)
     ranks_of = {replica: sorted(each.rank for each in lost if each.replica == replica) for replica in order}
@@ -36,11 +37,11 @@ def distinct(lost: Collection[ReplicaRank], num_replicas: int) -> tuple[tuple[Re
 
 
 def renamed(found: Survivors, replicas: Sequence[int]) -> Survivors:
-    """Return the job without its lost ranks where each replica has another name.
+    """Return the job without its lost ranks under other names of its replicas.
 
     Args:
-        found: what it is with the names 0, 1, ...
-        replicas: the name of each replica.
+        found: the job with its replicas named 0, 1, ...
+        replicas: the new name of each replica.
     """
     old, program, num_replicas = found.schedule, found.schedule.program, len(replicas)
 

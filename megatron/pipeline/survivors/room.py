@@ -1,12 +1,12 @@
-"""The room that the ranks that are left have: how many microbatches each may have begun, and the moves that make room.
+"""The room of the ranks that are left: how many microbatches each may have begun, and the moves that make room.
 
-Each rank holds at most a limit of microbatches. While no rank is lost, a schedule may keep it with moves to the pair
-rank (`--balance`) or to the host. Without a rank, too, a rank may begin more microbatches than it holds:
+Each rank holds at most a limit of microbatches. A schedule may keep the limit by moves to the pair rank (`--balance`)
+or to the host. So after a loss, too, a rank may have begun more microbatches than it holds:
 
-- **To the pair.** The pairs are those of each replica, of the copies that are left. A rank whose pair is lost moves
-  nothing. Both ranks of a pair hold at most the limit, with one microbatch on its way (BPipe, section 3.3), so together
-  they have begun at most twice the limit less one.
-- **To the host.** The host has room for as many as the rank, and for as many as wait there while no rank is lost.
+- **To the pair.** The pairs are those of each replica, if both ranks are left. A rank whose pair is lost moves nothing.
+  Both ranks of a pair hold at most the limit, with one microbatch on its way (BPipe, section 3.3), so together they
+  have begun at most twice the limit less one.
+- **To the host.** A rank has begun at most twice the limit, or as many as while no rank is lost if these are more.
 
 The passes of the presets put the moves into the rows.
 """
@@ -29,13 +29,13 @@ from megatron.pipeline.survivors.sharing import Sharing
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks that are left may hold and begin.
+    """The numbers of microbatches that the ranks that are left may hold and begin.
 
     Attributes:
         sharing: the ranks that are left.
         limit: the number of microbatches that a rank may hold, over its stages.
-        to_host: whether others may wait on the host.
-        to_pair: whether others may wait on the pair rank.
+        to_host: whether further microbatches may wait on the host.
+        to_pair: whether further microbatches may wait on the pair rank.
     """
 
     sharing: Sharing
@@ -49,14 +49,14 @@ class Room:
 
     @cached_property
     def pair_stages(self) -> tuple[int | None, ...]:
-        """For each stage of the program, its pair, of the same replica; None: it has none."""
+        """For each stage of the program, its pair stage, which is of the same replica; None: it has none."""
         number_of, num_stages = self.sharing.number_of, self.sharing.schedule.num_stages
         pairs = (number_of.get((pair_of(stage, num_stages), replica)) for stage, replica in self.sharing.stages)
         return tuple(None if pair == number or not self.to_pair else pair for number, pair in enumerate(pairs))
 
     @cached_property
     def partners(self) -> tuple[int, ...]:
-        """The rank of each rank's pair; the rank itself where it has none."""
+        """For each rank, the other rank of its pair; the rank itself if it has none."""
         extent = self.with_pairs(self.sharing.extent)
         pairs = Pairs(extent.rank_of_stage, of_copies=pair_stages_of(extent.copies))
         return tuple(map(pairs.of_rank, range(len(self.sharing.ranks))))
@@ -70,7 +70,10 @@ class Room:
         return tuple(self.limit * (1 + (partner != rank)) for rank, partner in enumerate(self.partners))
 
     def over(self, begun: Sequence[int]) -> tuple[int, ...]:
-        """Return by how many each rank has begun too many, where each has begun so many at once at most."""
+        """Return for each rank by how many microbatches it exceeds the number that it may have begun.
+
+        `begun`: for each rank, the most microbatches that it has begun at once.
+        """
         allowed = list(self.most)
         for rank, partner in enumerate(self.partners):
             if rank < partner:  # only one of the two sends microbatches away, and one of these is on its way
@@ -105,7 +108,7 @@ class Room:
 
 
 def rooms_of(sharing: Sharing, limit: int) -> list[Room]:
-    """Return the room without moves, and that with the moves of the schedule, where it makes any."""
+    """Return the room without moves and, if the schedule makes moves, the room with its moves."""
     schedule, alone = sharing.schedule, Room(sharing, limit)
     if not (schedule.swaps or schedule.evicting_ranks((sharing.num_microbatches,))):
         return [alone]

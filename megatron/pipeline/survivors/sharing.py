@@ -1,4 +1,4 @@
-"""Who takes the microbatches of lost ranks: the job that survives, as stages that are copies.
+"""The surviving job as a program with copies of stages, which share the microbatches of lost ranks.
 
 A job has d replicas of a pipeline. Each stage of the model lies on d ranks, and replica j takes the microbatches j,
 j + d, j + 2d, ... of each batch. If rank r of replica k is lost, the ranks r of the other replicas, its *peers*, hold
@@ -51,10 +51,10 @@ class ReplicaRank(NamedTuple):
 
 
 def in_order(lost: Iterable[ReplicaRank], num_replicas: int) -> tuple[int, ...]:
-    """Return the replicas in the order in which they begin what all could begin: those that have lost ranks last.
+    """Return the order in which replicas begin a computation that all could begin: those with lost ranks come last.
 
-    The search goes by this order and by no other names of replicas. Of those that have lost ranks, the one that has
-    lost the first rank of the pipeline is the last: its peers have that much to do before others wait for them.
+    The search depends on this order and not on the names of replicas. Of the replicas with lost ranks, the one that has
+    lost the earliest pipeline rank comes last: its peers have much to do before other ranks wait for them.
     """
     ranks_of: dict[int, list[int]] = {}
     for each in sorted(lost):
@@ -119,12 +119,12 @@ class Sharing:
 
     @cached_property
     def held_undisturbed(self) -> tuple[int, ...]:
-        """How many microbatches each rank of a replica holds at most while no rank is lost, over its stages."""
+        """The most microbatches that each rank of a replica holds, over its stages, while no rank is lost."""
         return self.schedule.max_saved_on_rank(self._settling_batches)
 
     @cached_property
     def begun_undisturbed(self) -> tuple[int, ...]:
-        """How many microbatches each rank of a replica has begun at most while no rank is lost, held or not."""
+        """The most microbatches that each rank of a replica has begun, held or moved away, while no rank is lost."""
         if not self.schedule.moves_activations:
             return self.held_undisturbed
         rows = self.schedule.build(self._settling_batches).rows
@@ -148,12 +148,12 @@ class Sharing:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """For each replica, its place in the order in which they begin (see `in_order`)."""
+        """For each replica, its place in the order in which replicas begin (see `in_order`)."""
         order = in_order(self.lost, self.num_replicas)
         return tuple(map(order.index, range(self.num_replicas)))
 
     def place(self, microbatch: int) -> int:
-        """Return a number of a microbatch such that the search is the same whichever replicas have lost ranks."""
+        """Return a microbatch's place in the order of the search, which is the same whichever replicas lost ranks."""
         index, replica = divmod(microbatch, self.num_replicas)
         return index * self.num_replicas + self.places[replica]
 
@@ -166,7 +166,7 @@ class Sharing:
             takers = [0] * self.batch_size
             for position in sorted(range(self.batch_size), key=self.place):
                 replica = position % self.num_replicas
-                if replica not in alive:  # the peer that has the fewest; in turn where several have
+                if replica not in alive:  # the peer that takes over the fewest; in turn if several do
                     own = places[replica]
                     replica = min(alive, key=lambda each: (load[each], (places[each] - own) % self.num_replicas))
                     load[replica] += 1

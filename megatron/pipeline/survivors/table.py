@@ -1,7 +1,7 @@
-"""What was found for distinct losses before a run begins, as text that the ranks of a job tell each other.
+"""The results for distinct losses, found before a run begins, as text that the ranks of a job exchange.
 
-An `Entry` is what a loss comes to, and its program is packed text beside it. The entry has the hash of the text, so a
-rank that takes a program from a store knows that it has the one that was proved.
+An `Entry` has the result for one loss, and its program is packed text beside it. The entry has the hash of the text, so
+a rank that takes a program from a store can check that it is the program that was proved.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from megatron.pipeline.survivors.sharing import Sharing
 
 @dataclass(frozen=True)
 class Entry:
-    """A loss, and the job without the lost ranks; or the reason why it cannot go on.
+    """A loss, with figures of the job without the lost ranks, or with the reason why the job cannot go on.
 
     Attributes:
         lost: the lost ranks, in their text form.
         took: the processor time of its search, in seconds.
-        crowd: how many processes shared a processor where it was searched.
-        refusal: why the job cannot go on; None if it can. Then the others are those of `Survivors`.
+        crowd: the number of processes that shared a processor during the search.
+        refusal: why the job cannot go on; None if it can. Only then do the other attributes have values.
+        seconds, undisturbed, bound, held, held_undisturbed: as in `Survivors`.
         sha256: the hash of the program.
     """
 
@@ -50,9 +51,9 @@ class Entry:
         cls, schedule: PipelineSchedule, num_microbatches: int, *, num_replicas: int, lost: Sequence[ReplicaRank],
         crowd: float = 1.0,
     ) -> tuple[Entry, bytes]:  # fmt: skip
-        """Return what a loss comes to, and its packed program, which is empty where there is none.
+        """Search for the program of a loss. Return its entry and the packed program, which is empty if there is none.
 
-        The other arguments are those of `without`.
+        `crowd`: as in `Entry`. The other arguments are those of `without`.
         """
         began, names = time.thread_time(), tuple(map(str, lost))
         try:
@@ -78,7 +79,7 @@ class Entry:
             sharing: the ranks that are left.
 
         Raises:
-            ValueError: it is another program.
+            ValueError: `packed` is another program.
         """
         text = zlib.decompress(packed)
         if (found := hashlib.sha256(text).hexdigest()) != self.sha256:
@@ -88,8 +89,8 @@ class Entry:
             )
         text = text.decode()
         notes, lost, program = read_notes(text), tuple(sorted(sharing.lost)), Program.from_csv(text)
-        schedule = ProgramSchedule(  # without its proofs, which were made of this text
-            program=replace(program, edges=program.graph.edges),  # a text need not say that they make a chain
+        schedule = ProgramSchedule(  # without proofs, since this text has been proved
+            program=replace(program, edges=program.graph.edges),  # a text leaves out the edges of a chain
             repetition=Repetition(notes["fill"], notes["period"]),
             name=name_of(sharing.schedule.name_of_weights, lost, sharing.num_replicas),
         )
