@@ -1,4 +1,4 @@
-"""The colours of drawings: of instructions by their row in the words' table, and of all other parts."""
+"""The colours of drawings: those of instructions, which their rows in `WORDS` name, and those of all other parts."""
 
 from megatron.pipeline.program.instruction import Kind
 

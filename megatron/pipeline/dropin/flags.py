@@ -23,8 +23,7 @@ _IN_A_V = (
 
 
 def reason_against(name: str) -> str | None:
-    """The reason why preset `name` cannot run in Megatron-LM's training, and what to use instead; None if it can
-    run."""
+    """The reason why preset `name` cannot run in Megatron-LM's training, with a remedy; None if it can run."""
     preset = PRESETS[name]
     if name in _NOT_HERE:
         return _NOT_HERE[name]
@@ -65,7 +64,7 @@ def weights_of(args: argparse.Namespace) -> WeightPolicy:
 
 
 def updated_by_megatron(weights: WeightPolicy) -> bool:
-    """Whether Megatron-LM makes the updates, between batches, and not the engine, beside them."""
+    """Whether Megatron-LM makes the updates between batches; otherwise the engine makes them during batches."""
     return weights.drains
 
 

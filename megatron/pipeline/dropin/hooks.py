@@ -37,7 +37,7 @@ def install_hooks() -> None:
 def replace(module: ModuleType, name: str, ours: Callable) -> None:
     """Put `ours` in the place of a function in all of Megatron-LM's modules, and in the script.
 
-    Its first argument is the original.
+    `ours` gets the original function as its first argument.
 
     Raises:
         ValueError: `module` has no function `name`.
@@ -75,8 +75,10 @@ def _with_no_other_file(original: Callable, *args: Any, **named: Any):
 
 
 def _with_our_rules(original: Callable, args, *further, **named):
-    """Refuse combinations of arguments that are not supported. The arguments are complete here, and no process group
-    exists yet."""
+    """Refuse combinations of arguments that are not supported.
+
+    The arguments are complete here, and no process group exists yet.
+    """
     with _any_number_of_queues(original, args):
         validated = original(args, *further, **named)
     _prepare(args if validated is None else validated)
@@ -204,7 +206,7 @@ def _to_the_end(original: Callable, *args: Any, **named: Any):
     if leaves is None:
         return result
     try:
-        raise leaves  # outside the guard, to which the status for launchers, if it is not 0, is a failure
+        raise leaves  # outside the guard, which takes an exit status other than 0 for a failure
     finally:
         del leaves  # otherwise the exception keeps this frame, and so the data loaders, past the process's end
 
@@ -220,16 +222,20 @@ def _guarded(session):
 
 
 def _known_on_all_ranks(original: Callable, value, *args: Any, **named: Any):
-    """Return the value without a reduction if the engine steps: its report is equal on all ranks, and a reduction would
-    make the ranks wait."""
+    """Return the value without a reduction if the engine steps.
+
+    The engine's report is equal on all ranks, and a reduction would make the ranks wait.
+    """
     if _session is not None and _session.steps_itself:
         return value
     return original(value, *args, **named)
 
 
 def _with_agreed_requests(original: Callable):
-    """Agree on requests to stop through the engine's reductions: all ranks read the sum from the same batch's
-    report."""
+    """Agree on requests to stop through the engine's reductions.
+
+    All ranks read the sum of the requests from the report of the same batch.
+    """
     handler, session = original(), _session
     if session is None or not session.steps_itself or not hasattr(handler, "_signal_received"):
         return handler

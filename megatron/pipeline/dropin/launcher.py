@@ -33,8 +33,10 @@ OUR_ROOT = Path(__file__).resolve().parents[3]
 
 
 def main() -> None:
-    """Run the command line of this process. The process ends with status 2 and one sentence if the script cannot
-    start."""
+    """Run the command line of this process.
+
+    If the script cannot start, the process ends with status 2 and one sentence.
+    """
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
@@ -66,10 +68,10 @@ def script_of(arguments: list[str]) -> Path:
 
 
 def path_for(script: Path, path: list[str], working_directory: Path) -> list[str]:
-    """Return `path` as under `python SCRIPT`: the script's folder comes first, in place of the working directory that
-    `-m` adds.
+    """Return `path` as under `python SCRIPT`: the script's folder comes first, and not the working directory.
 
-    If this project was found only through the working directory, the project's folder comes last.
+    `-m` puts the working directory first. If this project was found only through the working directory, the project's
+    folder comes last.
     """
     rest = path[1:] if path and path[0] in ("", str(working_directory)) else list(path)
     if OUR_ROOT not in (Path(entry).resolve() for entry in rest if entry):

@@ -67,8 +67,11 @@ def find() -> Origin:
 
 
 def check(origin: Origin) -> None:
-    """Raise ValueError if the schedules cannot be put in place, or if megatron.core and megatron.training do not belong
-    together."""
+    """Raise ValueError if the schedules cannot run in this Megatron-LM.
+
+    This is so if functions to be replaced are missing, if megatron.core is too old, or if megatron.core and
+    megatron.training do not belong together.
+    """
     if origin.version is not None and origin.version[:2] < OLDEST:
         raise ValueError(
             f"megatron.core {dotted(origin.version)} of {origin.core.parents[1]} is too old: schedules call what "
@@ -126,8 +129,7 @@ def _python_of(root: Path) -> str | None:
 
 
 def _package(name: str) -> Path | None:
-    """The folder of a package that has an `__init__.py`, found as an import finds it; None if there is no such
-    package."""
+    """The folder of a package that has an `__init__.py`, found as an import finds it; None if there is none."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None

@@ -23,7 +23,9 @@ from megatron.pipeline.start_up.core_version import dotted, installed_version
 from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 
 _TELLS_ENDS_ALONE = (0, 16)
-"""The version whose `get_batch` tells the first and the last stage where conversations begin; before it tells none."""
+"""The version whose `get_batch` gives the borders of conversations to the first and the last stage alone.
+
+Older versions give them to no stage."""
 
 
 def _is_set(value: Any) -> bool:
@@ -45,7 +47,7 @@ class Refusal:
     The error message is the flag with its value, then `reason`, then `remedy` after a semicolon.
 
     Attributes:
-        flag: the flag that sets the argument; empty: the one of its name.
+        flag: the flag that sets the argument; empty: the flag with the argument's name.
     """
 
     argument: str
@@ -224,8 +226,10 @@ def _require_schedule(args: argparse.Namespace) -> None:
 
 
 def _require_borders_on_all_stages(args: argparse.Namespace) -> None:
-    """Raise ValueError where stages between the first and the last are not told where conversations begin. They would
-    let conversations see each other, and nothing complains, under Megatron-LM's own schedule neither."""
+    """Raise ValueError if the stages between the first and the last do not get the borders of conversations.
+
+    On such stages conversations would attend to each other without any error, as under Megatron-LM's own schedule.
+    """
     stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     if not getattr(args, "sft", False) or stages <= 2:
         return

@@ -24,8 +24,10 @@ def say(line: str) -> None:
 
 @contextmanager
 def errors_end_the_job() -> Iterator[None]:
-    """A block in which a ValueError, which must be raised on every rank alike, is printed once and ends each rank with
-    status 2 (SystemExit)."""
+    """A block in which a ValueError is printed once and ends each rank with status 2 (SystemExit).
+
+    The error must be raised on every rank alike.
+    """
     try:
         yield
     except ValueError as error:

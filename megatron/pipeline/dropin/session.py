@@ -83,8 +83,10 @@ class Session:
 
     @property
     def steps_itself(self) -> bool:
-        """Whether the engine steps the optimizer. If it does, all ranks already know the values that Megatron-LM would
-        reduce."""
+        """Whether the engine steps the optimizer.
+
+        If it does, all ranks already know the values that Megatron-LM would reduce.
+        """
         return self._ours is not None
 
     @property
@@ -157,8 +159,10 @@ class Session:
     # --- batches
 
     def run_batch(self, call: Mapping[str, Any]) -> list[Any]:
-        """Train one batch, by the arguments `call` of Megatron-LM's schedule. Returns the losses of each microbatch on
-        the last stage, and [] on other stages."""
+        """Train one batch. `call`: the arguments with which Megatron-LM calls its schedule.
+
+        Returns the losses of each microbatch on the last stage, and [] on other stages.
+        """
         if self._rank is None:
             with self._refusing():
                 require_ordinary_call(call)
@@ -178,7 +182,9 @@ class Session:
 
     def drain(self) -> None:
         """Finish and step all batches in flight, and show the newest weights.
-        The rest of the batches is computed in training mode, whatever the model's current mode."""
+
+        The rest of the batches is computed in training mode, whatever the model's current mode.
+        """
         if self._rank is None or self._rank.engine.is_drained:
             return
         was_training = [chunk.training for chunk in self._chunks]
@@ -194,7 +200,9 @@ class Session:
 
     def agrees_to_stop(self, is_asked: bool) -> bool:
         """Whether any rank was asked to stop, equal on all ranks. `is_asked`: whether this rank was asked to stop.
-        Precondition: the engine steps the optimizer."""
+
+        Precondition: the engine steps the optimizer.
+        """
         if self._rank is not None and is_asked:
             self._rank.engine.stop_requests |= 1
         return self._ours.newest is not None and bool(self._ours.newest.stop_requests)
@@ -264,8 +272,10 @@ class Session:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """A block that is timed as a batch in Megatron-LM's schedules. Ranks wait for one another before the timer
-        starts only if batches do not overlap."""
+        """A block that is timed as a batch in Megatron-LM's schedules.
+
+        Ranks wait for one another before the timer starts only if batches do not overlap.
+        """
         config = get_model_config(self._chunks[0])
         if config.timers is None:
             yield
@@ -278,7 +288,9 @@ class Session:
 
 def _any_rank_ties(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether the model's first and last stage share an embedding, which the ranks between them do not see.
-    Collective: every rank of the pipeline must call it."""
+
+    Collective: every rank of the pipeline must call it.
+    """
     found = [False] * parallel_state.get_pipeline_model_parallel_world_size()
     group = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.all_gather_object(found, bool(tied_embeddings(chunks)), group=group)
@@ -331,7 +343,9 @@ class VersionsInCheckpoints:
 
     def add_to(self, state: dict[str, Any], *, num_batches: int) -> None:
         """Add the project's entries to the state that Megatron-LM saves after `num_batches` batches of the whole run.
-        Precondition: the pipeline is drained."""
+
+        Precondition: the pipeline is drained.
+        """
         state[PIPELINE] = {"update": self._update.state_dict()}
         older = self._older(num_batches)
         state.update(older.to_save(self._models(state)))
@@ -343,8 +357,10 @@ class VersionsInCheckpoints:
         self._found = _Found(str(folder), dict(state or {}))
 
     def ask_for(self, state: dict[str, Any], *, starts_anew: bool) -> None:
-        """Add the weight versions that the checkpoint has to the state that Megatron-LM asks for. `starts_anew`:
-        whether only weights are loaded, and batches are counted from 0."""
+        """Add the weight versions that the checkpoint has to the state that Megatron-LM asks for.
+
+        `starts_anew`: whether only weights are loaded, and batches are counted from 0.
+        """
         keys = dist_checkpointing.load_tensors_metadata(self._found.folder)
         self._found.versions = self._older(0 if starts_anew else int(self._found.common.get("iteration", 0)))
         entries = self._found.versions.to_load(

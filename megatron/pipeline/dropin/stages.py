@@ -51,8 +51,10 @@ class RankStages:
     memory: ActivationMemory | None
 
     def feed(self, call: Mapping[str, Any]) -> None:
-        """Give the stages the data and the forward step of `call`, the arguments of Megatron-LM's call for the next
-        batch."""
+        """Give the stages the data and the forward step of the next batch, which `call` has.
+
+        `call`: the arguments with which Megatron-LM calls its schedule.
+        """
         iterators = call["data_iterator"]
         if not isinstance(iterators, list):
             iterators = [iterators] * len(self.stages)

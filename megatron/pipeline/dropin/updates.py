@@ -173,7 +173,10 @@ class EngineUpdate:
 
 
 def _warm_up() -> None:
-    """Use each process group of Megatron-LM's loop once, while no other communication runs (see `reduction.py`)."""
+    """Use each process group of Megatron-LM's loop once, while no other communication runs.
+
+    See `runtime/stages/megatron/reduction.py`.
+    """
     number = torch.zeros(2, device=backend.device())
     torch.distributed.all_reduce(number, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     torch.distributed.all_reduce(number, group=parallel_state.get_pipeline_model_parallel_group())
@@ -193,8 +196,9 @@ class _OneVersion:
 
 
 class MegatronUpdate(WeightUpdate):
-    """A `WeightUpdate` that leaves the update to Megatron-LM: reductions, which a program from a file may contain, and
-    steps are no-ops.
+    """A `WeightUpdate` that leaves the update to Megatron-LM.
+
+    Its steps are no-ops, and so are its reductions, which a program from a file may contain.
 
     Args:
         chunks: the rank's model chunks, as Megatron-LM wraps them.
