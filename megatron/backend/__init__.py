@@ -40,8 +40,9 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Make megatron.core usable in this process. Call it before the first `import megatron.core`; later calls are
-    no-ops.
+    """Make megatron.core usable in this process.
+
+    Call it before the first `import megatron.core`. Later calls are no-ops.
 
     Raises:
         ValueError: megatron.core is not installed.

@@ -18,7 +18,7 @@ def repair_attention(core_attention: type[torch.nn.Module], latent_attention, *,
         latent_attention: its module `multi_latent_attention`.
         has_engine: Transformer Engine is installed.
     """
-    latent_attention.HAVE_TE = latent_attention.HAVE_TE and has_engine  # the fault: stand-ins of its classes count
+    latent_attention.HAVE_TE = latent_attention.HAVE_TE and has_engine  # the fault: true for stand-ins of its classes
     _repair_core_attention(core_attention)
     _repair_rotated_keys(latent_attention)
 
@@ -26,10 +26,10 @@ def repair_attention(core_attention: type[torch.nn.Module], latent_attention, *,
 def _repair_core_attention(core_attention: type[torch.nn.Module]) -> None:
     """Take the numbers of channels of keys and values, and let tensor ranks have sinks of their own.
 
-    The faults: latent attention gives `k_channels` and `v_channels`, which this class does not take; its result is
-    as wide as the values, and not as heads of `kv_channels` are. The learned sinks of the heads are not marked as
-    divided among tensor ranks, so the norm of the gradients counts those of the first rank alone; and each rank draws
-    the same sinks, for other heads.
+    The faults: latent attention passes `k_channels` and `v_channels`, which this class does not take. The width of its
+    result follows from the values, not from `kv_channels`. The learned sinks of the heads are not marked as divided
+    among tensor ranks, so the norm of the gradients counts only the sinks of the first rank. And all ranks draw the
+    same sinks, although their heads differ.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
@@ -59,9 +59,9 @@ def _repair_rotated_keys(latent_attention) -> None:
     """Sum the gradients of the rotated keys over tensor ranks.
 
     The fault: all heads share the rotated part of the keys, and the tensor ranks have different heads. Where the down
-    projection is divided among the ranks, as without Transformer Engine, its result is gathered, and in the backward a
-    rank takes its columns of its own gradient, which lacks what the other ranks' heads add: the gradient of these
-    columns, and of all that lies before them, is silently wrong.
+    projection is divided among the ranks, as without Transformer Engine, its result is gathered. In the backward a rank
+    takes its columns of its own gradient, which lacks the contributions of the other ranks' heads. So the gradient of
+    these columns, and of all layers before them, is silently wrong.
     """
 
     @replaces(latent_attention.MLASelfAttention, "__init__")

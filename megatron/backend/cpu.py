@@ -77,7 +77,7 @@ def install_stand_ins() -> None:
     torch.cuda.current_stream = lambda device=None: _Stream()
     torch.cuda.default_stream = lambda device=None: _Stream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    # One generator serves as the CPU's and as the device's, so at every fork the tracker takes the CPU's for changed.
+    # One generator serves as the CPU's and the device's, so at every fork the tracker warns that the CPU's changed.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -92,7 +92,7 @@ def import_stand_ins():
     """A block with the replacements that megatron.core needs only while it is imported."""
     compile_function = torch.compile
     added = stand_in_for_triton() if _core_imports_triton() else ()
-    # megatron.core imports this module, which looks for a GPU where there is CUDA's compiler, and warns.
+    # megatron.core imports this module. If CUDA's compiler is installed, the module looks for a GPU and warns.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_says_more_than_no_cuda)
     # Fused functions are decorated at import; compiling each takes seconds on a CPU and gains nothing there.
     torch.compile = _identity_compile

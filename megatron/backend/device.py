@@ -87,7 +87,7 @@ def peak_memory_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """The total memory of the device, in bytes; on a CPU of the host, whose processes share it."""
+    """The total memory of the device, in bytes; on a CPU the memory of the host, which all its processes share."""
     return torch.cuda.get_device_properties(device()).total_memory if is_cuda() else psutil.virtual_memory().total
 
 

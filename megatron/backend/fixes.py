@@ -93,8 +93,10 @@ TORCHS_ADAM = (torch.optim.Adam, torch.optim.AdamW)  # AdamW is an Adam since to
 
 
 def has_adams_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps `step`, `exp_avg` and `exp_avg_sq` of each parameter: torch's Adam, or an optimizer
-    whose attribute `adams_state` is true."""
+    """Whether the optimizer keeps `step`, `exp_avg` and `exp_avg_sq` of each parameter.
+
+    This holds for torch's Adam, and for optimizers whose attribute `adams_state` is true.
+    """
     return isinstance(optimizer, TORCHS_ADAM) or getattr(optimizer, "adams_state", False)
 
 
@@ -145,12 +147,12 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
 
 
 def _repair_groups_that_look_alike(optimizer_class) -> None:
-    """Load each group of parameters from the saved group of its own.
+    """Load each group of parameters from its own saved group.
 
-    The fault: a group is found by its multipliers alone. Groups that differ in something else, such as the learning
-    rate of `--decoupled-lr`, are taken for one: with masters the load fails, and the distributed optimizer silently
-    trains all of these groups with the options of the last one. Groups have the same order in every run of the same
-    flags, so the number of like groups before a group completes its key.
+    The fault: a group is identified by its multipliers alone. Groups that differ in something else, such as the
+    learning rate of `--decoupled-lr`, are taken for one group: with masters the load fails, and the distributed
+    optimizer silently trains all of these groups with the options of the last one. Groups have the same order in every
+    run with the same flags. So the key of a group is completed by the number of groups before it that look alike.
     """
 
     @replaces(optimizer_class, "load_state_dict")
@@ -288,7 +290,7 @@ def _repair_experts(moe_utils, token_dispatcher, mlp: type[torch.nn.Module]) -> 
 def _repair_parts_of_unequal_size(mappings) -> None:
     """Gather and reduce parts of unequal size over gloo, as the tokens of experts on several tensor ranks are.
 
-    The fault: gloo gathers parts of one size alone. So parts are filled up to the largest.
+    The fault: gloo can only gather parts of equal size. So all parts are padded to the size of the largest.
     """
 
     def is_plain(group, sizes) -> bool:
@@ -318,19 +320,19 @@ def _repair_parts_of_unequal_size(mappings) -> None:
 def _repair_numbers_of_further_tokens(losses) -> None:
     """Divide the losses of multi-token prediction by the number of tokens of whole sequences.
 
-    The fault: where ranks share sequences, each divides the losses of its tokens by their number alone, and gradients
-    are averaged over these ranks. But the last tokens of a sequence, which have no later one, lie with the first rank,
-    and masks leave unequal numbers, too. So the mean is not that over tokens. A rank, or a microbatch, without any
-    token with such a loss divides by 0.
+    The fault: where ranks share sequences, each rank divides the losses of its tokens by their number, and gradients
+    are averaged over these ranks. But the ranks have unequal numbers of tokens with such a loss: the last tokens of a
+    sequence, which have no later token, are on the first rank, and masks leave out others. So the result is not the
+    mean over tokens. A rank, or a microbatch, without any such token divides by 0.
     """
 
     @replaces(losses, "roll_tensor")
     def roll_and_count(roll, tensor, *args, cp_group=None, **options):
         rolled, count = roll(tensor, *args, cp_group=cp_group, **options)
         shares = cp_group is not None and cp_group.size() > 1
-        if shares and count is not None and tensor.is_floating_point():  # the mask, and no labels
+        if shares and count is not None and tensor.is_floating_point():  # the mask, not labels
             torch.distributed.all_reduce(count, group=cp_group)
-            count = count / cp_group.size()  # a rank's part of the gradient is one of so many
+            count = count / cp_group.size()  # gradients are then averaged over as many ranks
         return rolled, None if count is None else count.masked_fill(count == 0, 1)
 
 

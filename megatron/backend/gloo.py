@@ -1,21 +1,22 @@
 """One network device for all gloo groups of a process.
 
-Problem: torch gives each gloo group a device of its own, whose thread wakes a hundred times a second, and ends at such
-a moment. megatron.core makes dozens of groups on each rank, most of them of that rank alone: while nothing is sent
-their threads take processor time, and destroying the groups waits for one after the other.
+Problem: torch gives each gloo group a device of its own. The device's thread wakes a hundred times a second, and can
+only end when it wakes. megatron.core makes dozens of groups on each rank, most of them with this rank as the only
+member. The threads take processor time even while nothing is sent, and destroying the groups waits for one thread after
+the other.
 
-Solution: groups that are made with a timeout, as torch.distributed makes them, share a device (`share_device`). So do
-the links between stages (`transport/links.py`), which have another one: a reduction does not hold up what goes to the
+Solution: groups that are made with a timeout, as torch.distributed makes them, share a device (`share_device`). The
+links between stages (`transport/links.py`) share another device, so that a reduction does not delay transfers to the
 next stage.
 
-Problem: where a group is given up while a peer is still to connect, gloo frees the connection and leaves it in its
-device's list of those that are awaited. A peer that comes late then ends this process, or takes the place of a
-connection of another group, whose operations wait for ever. And gloo waits for a connection five times as long as it
-is told, with no socket yet that could be broken.
+Problem: if a group is given up before a peer has connected, gloo frees the connection, but leaves it in the device's
+list of awaited connections. A peer that connects late then ends this process, or takes the place of a connection of
+another group, whose operations wait forever. Also, gloo waits for a connection five times as long as the timeout that
+it is given, and there is no socket yet that could be broken.
 
 Solution: where groups may be given up (`connecting_within`), all ranks of a group meet in the store before they
-connect. So none waits there for one that is lost, but in the moment between. After groups were given up,
-`forget_devices` lets the next ones have other devices.
+connect. So a rank waits in gloo for a lost rank only if that rank was lost between meeting and connecting. After groups
+were given up, `forget_devices` gives later groups new devices.
 """
 
 import functools
@@ -28,16 +29,16 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo, Store
 
 _CONNECTING_TAKES = 5
-"""Times the timeout of a group that gloo waits for the connection of a peer."""
+"""gloo waits for the connection of a peer this many times the group's timeout."""
 _LEAST = timedelta(seconds=5)
-"""The least time that ranks that have met are given to tell each other their addresses."""
+"""The least timeout with which ranks connect after they have met: they read each other's addresses from the store."""
 
 _make_group = ProcessGroupGloo.__init__
 _connecting: timedelta | None = None
 
 
 def share_device() -> None:
-    """Let the gloo groups that this process makes from now on share a device, but for those made with options.
+    """Let the gloo groups that this process makes from now on share a device, except groups made with options.
 
     Later calls are no-ops.
     """
@@ -62,8 +63,8 @@ def options_on_shared_device(purpose: str, timeout: timedelta, num_threads: int 
     """Return options for a gloo group on the device that groups of one purpose share.
 
     Args:
-        purpose: any name; each has its device.
-        timeout: of the group's operations.
+        purpose: any name; each name has its own device.
+        timeout: the timeout of the group's operations.
         num_threads: threads of the group that start its operations; None: two for each device, as torch has them.
     """
     options = ProcessGroupGloo._Options()
@@ -74,7 +75,7 @@ def options_on_shared_device(purpose: str, timeout: timedelta, num_threads: int 
 
 
 def forget_devices() -> None:
-    """Let groups that are made from now on have other devices. Those of before end with their last group."""
+    """Give new devices to the groups that are made from now on. An old device ends with its last group."""
     _devices.cache_clear()
 
 
@@ -82,7 +83,7 @@ def forget_devices() -> None:
 def _devices(purpose: str, interfaces: str, process: int) -> list[Any]:
     """Make a device on each interface of GLOO_SOCKET_IFNAME, or the one that gloo chooses.
 
-    `process`: the process's number, since a device's thread is not in a process that is forked.
+    `process`: the process id, since a forked process does not have the threads of its parent's devices.
     """
     names = [name for name in interfaces.split(",") if name]
     if not names:
@@ -101,7 +102,7 @@ def _on_shared_device(
 ) -> None:
     """As `ProcessGroupGloo.__init__`, whose last argument is the options or the timeout.
 
-    Beside a timeout, torch 2.14 gives further options as keywords.
+    In addition to a timeout, torch 2.14 gives further options as keywords.
     """
     if args and isinstance(args[0], timedelta):
         timeout, *args = args

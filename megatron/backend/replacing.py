@@ -1,4 +1,4 @@
-"""A decorator that puts a function in the place of one that a module or a class has."""
+"""A decorator that replaces a function of a module or a class."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """A decorator: puts a function in the place of `owner.name`. It gets the original as its first argument."""
+    """Return a decorator that puts a function in the place of `owner.name`.
+
+    The function gets the original as its first argument.
+    """
     original = getattr(owner, name)
 
     def put(function: Callable) -> Callable:

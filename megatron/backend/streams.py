@@ -79,8 +79,10 @@ class Streams(Protocol):
 
 
 class CpuStreams(Streams):
-    """The streams of a CPU, whose work is done when a call returns: streams and events are None, and what is not
-    defined here is a no-op."""
+    """The streams of a CPU, whose work is done when a call returns. Streams and events are None.
+
+    Inherited methods are no-ops.
+    """
 
     runs_ahead = False
 

@@ -289,7 +289,7 @@ class HostVersions:
         return [self.newest]
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        """Name -> the tensor that the optimizer steps, not copied: the master if the weight has one, else the weight."""
+        """Name -> the tensor that the optimizer steps, not copied: the FP32 master if there is one, else the weight."""
         assert version == self.newest, f"the host has version {self.newest}, and not {version}"
         return {name: self._store.parameters[name] for stage in self._store.stages.values() for name in stage.gradients}
 

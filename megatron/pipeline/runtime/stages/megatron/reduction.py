@@ -91,11 +91,11 @@ class GradientReduction:
     def over_data(self, slot: GradientSlot) -> None:
         """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
 
-        The gradients of copies are parts of the mean over a batch that they share, so these are summed. Ranks that
-        share sequences have losses as large as if each had a whole one, so of these the mean is taken.
+        Copies share the microbatches of a batch, so their gradients are summed. Ranks that share sequences scale their
+        losses as if each had whole sequences, so their gradients are averaged.
 
-        Experts that ranks share out have gradients of the tokens of all ranks that share, so these are summed over
-        the ranks with the same experts alone, and the factor of their buffers is that of all replicas, too.
+        An expert that ranks share out has gradients from the tokens of all these ranks. So its gradients are summed
+        only over the ranks with the same experts, but scaled by the factor for all replicas.
 
         With the distributed optimizer only this rank's shards are valid afterwards.
         """
@@ -129,8 +129,10 @@ class GradientReduction:
             self._groups.embedding.all_reduce(gradient)
 
     def _over_shards_of_embedding(self, embedding: Parameter, slot: GradientSlot) -> None:
-        """Add up the gradients of a shared embedding whose two stages have different numbers of copies, and so are cut
-        into different shards. Each element is valid on one copy of each stage."""
+        """Add up the gradients of a shared embedding whose two stages cut it into different shards.
+
+        They do so if they have different numbers of copies. Each element is valid on one copy of each stage.
+        """
         whole, part = torch.zeros_like(slot.views[embedding]), self._owned(embedding, slot)
         if part is not None:
             own = self._ranges[embedding]
@@ -151,7 +153,7 @@ class GradientReduction:
         Args:
             partial: the gradient of the embedding, or a slot. With a slot, nothing is done if this rank shares no
                 embedding with another rank.
-            over_data: reduce over the replicas before, as `over_data`.
+            over_data: first reduce over the replicas, as the method `over_data` does.
         """
         if isinstance(partial, GradientSlot):
             if len(self._embeddings) != 1 or self._groups.embedding is None:
@@ -234,10 +236,11 @@ class GradientReduction:
 
 
 def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
-    """Two lists of parameters whose gradients are summed and averaged over the tensor ranks, by megatron.core's rules.
+    """The parameters whose gradients are summed over the tensor ranks, and those whose gradients are averaged.
 
-    Tensor ranks hold copies of these parameters and compute different gradients of them. megatron.core also sums the
-    norms of latents without sequence parallelism, of which each rank computes the whole gradient; they are left out.
+    These follow megatron.core's rules. Tensor ranks hold copies of these parameters and compute different gradients of
+    them. Without sequence parallelism megatron.core also sums the gradients of the norms of latents. They are left out
+    here, because each rank computes their whole gradients.
     """
     summed, averaged = [], []
     for chunk in chunks:
@@ -259,7 +262,7 @@ _BYTES = (8, 1 << 20, 1 << 26)
 
 
 def probes() -> tuple[int, ...]:
-    """The numbers of bytes with which a group is warmed up: the smallest alone where it is not NCCL's."""
+    """The sizes in bytes with which a group is warmed up; without NCCL only the smallest size."""
     return _BYTES if uses_nccl() else _BYTES[:1]
 
 
@@ -330,7 +333,7 @@ def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
 
 
 def _warm_up_context_group() -> None:
-    """The exchanges of local attention, and the sum of the numbers of tokens."""
+    """Run the exchanges of local attention, and the sum of the numbers of tokens."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1 or not is_formed(group):
         return
@@ -352,7 +355,7 @@ def _warm_up_expert_groups() -> None:
 
 
 def _exchange_shares(group: dist.ProcessGroup, num_bytes: int, *, all_to_all: bool = False) -> None:
-    """Use a group for a gather and a reduction of shares, and with `all_to_all` for an exchange of them."""
+    """Use a group for a gather and a reduction of shares, and with `all_to_all` also for an exchange of shares."""
     whole = _probe(num_bytes, group.size())
     share = whole.chunk(group.size())[group.rank()].clone()
     dist.all_gather_into_tensor(whole, share, group=group)

@@ -5,16 +5,18 @@ a rank is lost, so is its shard, and with it the shard of the gradients that wer
 place, and ranks that have stepped cannot go back. So a copy that is sent after a step comes too late for the ranks that
 die in that step.
 
-Solution: the ranks of a stage are a ring. Each keeps the shard of the rank before it on its host, and steps it as that
-rank does. A copy needs no more for that than the reduced gradients of its shard. The chain sends them on before the
-all-reduce with the norm. No rank steps before that all-reduce, and it ends on no rank before all have begun it. So if
-any rank has made a version, then whoever is left has what it takes to make that version of its own shard and of its
-copy; else all drop the batch, and have the version before. Nothing is kept of older versions to go back to, but under
-2bw the weights of the version before the newest, which the next batch uses.
+Solution: the ranks of a stage form a ring. Each rank keeps a copy of the shard of the rank before it on its host, and
+steps the copy as that rank steps the shard. For this the copy needs only the reduced gradients of the shard. The chain
+sends these gradients to the next rank before the all-reduce with the norm. No rank steps before this all-reduce, and
+the all-reduce ends on no rank before all ranks have begun it. So if any rank has made a version, every rank that is
+left has the gradients to make this version of its own shard and of its copy. If no rank has made it, all ranks drop the
+batch and have the version before. Older versions are not kept, with one exception: under 2bw, the weights of the
+version before the newest, which the next batch uses.
 
-Ranks that share sequences (context parallelism) are lost together, so the rank before is the same one of those before.
+Ranks that share sequences (context parallelism) are lost together. So the "rank before" of a rank is the rank with the
+same place in the previous set of ranks that share sequences.
 
-A copy has the shapes of the shard that it copies, and so on the same kind of processor it is bit-equal to it.
+A copy has the shapes of its shard. So on the same kind of processor the two are bit-equal.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-_WEIGHTS, _OLDER = "weights", "older"  # of the newest version, and of the one before
+_WEIGHTS, _OLDER = "weights", "older"  # the weights of the newest version, and of the version before
 
 Flats = list[Tensor]
 """One flat tensor of a shard for each bucket of the rank's buffers, on the host."""
 
 
 class _Part(NamedTuple):
-    """The elements of a parameter that a shard has: where in the shard's flat tensor, and where in the parameter."""
+    """The elements of a parameter in a shard: their places in the shard's flat tensor and in the parameter."""
 
     parameter: Parameter
     in_shard: slice
@@ -108,7 +110,7 @@ class ShardCut:
         return list({id(buffer): (buffer, bucket) for buffer, bucket in self._buckets}.values())
 
     def filled(self, shard: int, of: Callable[[_Part], Tensor], dtypes: Sequence[torch.dtype] | None = None) -> Flats:
-        """New flat tensors of a shard, with what `of` says of each part; zeros elsewhere."""
+        """New flat tensors of a shard, with `of(part)` in the place of each part, and zeros elsewhere."""
         dtypes = dtypes or [torch.float32] * len(self._buckets)
         flats = [torch.zeros(length, dtype=dtype) for length, dtype in zip(self.num_elements, dtypes, strict=True)]
         for number, part in self.parts(shard):
@@ -120,10 +122,10 @@ class _Copy:
     """The shard of another rank on this host, with an optimizer that steps it on a thread of its own.
 
     Args:
-        own: the optimizer of this rank's shard, whose settings are followed.
+        own: the optimizer of this rank's shard, whose settings the copy follows.
         group_of: the number of the group of each parameter.
         states: the name of a state -> its flats.
-        older: the weights of the version before; None where none is used.
+        older: the weights of the version before; None if no batch uses them.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class _Copy:
 
 
 class _Layout(NamedTuple):
-    """What a rank that has no shard of a cut has to know of it."""
+    """The description of a cut, for ranks that have no shard of it."""
 
     size: int  # the number of shards
     num_elements: list[int]  # of a shard, for each bucket
@@ -212,8 +214,8 @@ class RedundantShards:
 
     Args:
         chunks, optimizer, versions: of the rank.
-        group: the chain's group of the ranks with the same stages; None for a single one, which keeps no copy.
-        copies: keep copies; without, a rank has its own shard alone.
+        group: the chain's group of the ranks with the same stages; None for a single rank, which keeps no copy.
+        copies: keep copies; if not, a rank has only its own shard.
         together: how many ranks of the group, one after another, are lost together.
 
     Raises:
@@ -280,10 +282,11 @@ class RedundantShards:
         return [self._group.pass_on(flat, self._distance) for flat in self.cut.gradients(slot, self.shard)]
 
     def step(self, gradients: Flats | None, coefficient: float) -> None:
-        """Step the copy. `gradients`: from `exchange`; None where the step is skipped. `coefficient`: multiplies them.
+        """Step the copy. `gradients`: from `exchange`; None if the step is skipped. `coefficient`: multiplies them.
 
-        To be called with the step of this rank's own shard, before the learning rate advances. The step is taken beside
-        what follows, and the next one waits for it."""
+        To be called with the step of this rank's own shard, before the learning rate advances. The step runs on a
+        thread of its own, and the next step of the copy waits for it.
+        """
         if self._copy is not None:
             self._copy.step(gradients, coefficient)
 
@@ -313,7 +316,7 @@ class RedundantShards:
         return self._copy.older if name == _OLDER else self._copy.states[name]
 
     def _own(self, name: str) -> Flats:
-        """As `copy_of`, of this rank's own shard. Its part of the weights needs no gather."""
+        """As `copy_of`, but for this rank's own shard, whose part of the weights needs no gather."""
         if name in _STATES:
             return self.cut.filled(self.shard, lambda part: self._state(part.parameter)[name].detach())
         version = self._versions.newest - (name == _OLDER)
@@ -340,10 +343,10 @@ class RedundantShards:
 
     @torch.no_grad()
     def take_over(self, before: RedundantShards | None, sources: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Let this rank's optimizer and weight versions have the state of another cut. Collective over `group`.
+        """Fill this rank's optimizer and weight versions with the state of another cut. Collective over `group`.
 
         Args:
-            before: the shards of the other cut that this rank has; None: it has none of them.
+            before: the shards of the other cut that this rank has; None: it has none of these shards.
             sources: the global rank that hands over each shard of the other cut.
             group: the ranks that have the shards of this cut.
         """

@@ -199,8 +199,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         return self.resident.of_stage(stage)
 
     def _reduce(self, stage: int) -> None:
-        """Average the gradients of a stage over the replicas, or with per-token loss sum them; reduce gradients over
-        the tensor ranks."""
+        """Reduce the gradients of a stage over the tensor ranks and the replicas (mean, or sum with per-token loss)."""
         slot, data = self._slot(stage), self._groups.data
         for group, flat in self._parts(stage, slot.flats) if data is not None else ():
             if not self._per_token:
@@ -210,8 +209,11 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         self._reduction.over_tensor(slot)
 
     def _parts(self, stage: int, flats: Sequence[Tensor]) -> Iterator[tuple[ChainGroup | None, Tensor]]:
-        """(group, part) of the flat gradients of a stage: the whole, or neighbours of one kind where ranks share out
-        experts, which are reduced over the ranks with the same experts."""
+        """Yield (group, part) for the parts of a stage's flat gradients; each part is reduced over its group.
+
+        A part is a whole flat tensor. But where ranks share out experts, a part has neighbouring parameters of one
+        kind, experts or others, and experts are reduced over the ranks with the same experts.
+        """
         if not shares_out_experts():
             yield from ((self._groups.data, flat) for flat in flats)
             return
@@ -267,7 +269,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
 
 
 def _with_the_same_weights() -> list[int]:
-    """The ranks that hold the same weights as this one: of its replicas those with the same experts."""
+    """The ranks that hold the same weights as this one: the replicas that have the same experts."""
     ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
     if not shares_out_experts():
         return ranks

@@ -1,6 +1,6 @@
 """The backward of megatron.core's linear layers in two halves: I without the weight product, and W with it.
 
-Those of Transformer Engine do so by themselves (`engine_linears`).
+The linear layers of Transformer Engine split their backwards themselves (`engine_linears`).
 
 Problem: the backward of a linear layer in megatron.core computes the gradients of input and weight together.
 
@@ -72,7 +72,7 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
     """Check that backwards of `model` can be split.
 
     Raises:
-        ValueError: a linear layer of Transformer Engine that does not put its weight gradients off, or an option that
+        ValueError: a linear layer of Transformer Engine that does not postpone its weight gradients, or an option that
             cannot be combined with split backwards.
     """
     _require_halves(unwrap_model(model).modules())
@@ -118,7 +118,7 @@ def _input_half(ctx, grad_output: Tensor, products: WeightProducts) -> tuple[Ten
         whole, grad_input = grad_input, torch.empty_like(input)
         handle = layers.dist_reduce_scatter_func(grad_input, whole, group=ctx.tp_group, async_op=True)
     products.put_off(ctx.parameter, input, grad_output, _product_of(ctx))
-    # While the gradient of the input is communicated, as in megatron.core.
+    # Computed while the gradient of the input is communicated, as in megatron.core.
     grad_bias = _flat(grad_output).sum(dim=0) if ctx.use_bias else None
     if handle is not None:
         handle.wait()

@@ -1,8 +1,8 @@
 """A pipeline stage over a model chunk of megatron.core and Megatron's `forward_step`.
 
-`forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`; what `loss_func` returns on the last stage is
-in `losses`. `forward_step` decides whether the stage reads the data iterator. While `forward_step` runs,
-`parallel_state` gives the stage as the rank of the pipeline.
+`forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`. The module `losses` describes the result of
+`loss_func` on the last stage. `forward_step` decides whether the stage reads the data iterator. While `forward_step`
+runs, `parallel_state` gives the stage as the rank of the pipeline.
 
 As in megatron.core, the storage of an output is freed as soon as the send has read it, and only its graph stays. The
 backward is started in autograd's C++ engine, which does not check the shape of the freed output as
@@ -121,8 +121,8 @@ class MegatronStage(CapturingStage):
         output_cache: the cached outputs of the first stage, if it is frozen; None: no cache.
 
     Raises:
-        ValueError: activations are counted and moved, but megatron.core recomputes some of them in a way that does not
-            allow to free them.
+        ValueError: activations are counted and moved, but megatron.core recomputes some of them in a way in which they
+            cannot be freed.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class MegatronStage(CapturingStage):
                 )
 
     def _edge(self, source: int, seq_length: int, micro_batch_size: int) -> TensorSpec:
-        """What stage `source` sends. With layers of multi-token prediction it has their outputs behind its own."""
+        """The tensor that stage `source` sends. The outputs of layers of multi-token prediction come after its own."""
         config = self._config
         parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         parts *= parallel_state.get_context_parallel_world_size()
@@ -204,7 +204,10 @@ class MegatronStage(CapturingStage):
         return TensorSpec((outputs * (seq_length // parts), micro_batch_size, config.hidden_size), dtype)
 
     def recompute_from_now(self, recompute: bool, *, keeps: frozenset[int]) -> None:
-        """Let the program change. Precondition: the pipeline is drained, and the stage has a seed."""
+        """Set `recompute` and `keeps` (see the class) for another program.
+
+        Precondition: the pipeline is drained, and the stage has a seed.
+        """
         assert not self.activations
         self._recompute, self._keeps = recompute, keeps
 
@@ -295,11 +298,11 @@ class MegatronStage(CapturingStage):
         self._drawn.keep()
 
     def end_trial(self) -> None:
-        """Forget the data that were kept."""
+        """Drop the kept data."""
         self._drawn.forget()
 
     def begin_again(self, microbatches: Sequence[Microbatch]) -> None:
-        """Drop what the forwards of these microbatches have left, and read the same data for them again."""
+        """Drop all results of these microbatches' forwards. Their next forwards read the same data again."""
         for microbatch in microbatches:
             del self.activations[microbatch.index]
             self._captured.drop(microbatch.index)
@@ -307,7 +310,7 @@ class MegatronStage(CapturingStage):
         self._drawn.give_again()
 
     def abandon(self) -> None:
-        """Drop what is saved of batches in flight. The data iterators have to be replaced."""
+        """Drop everything saved for batches in flight. The data iterators have to be replaced."""
         for index in list(self.activations):
             del self.activations[index]
             self._captured.drop(index)

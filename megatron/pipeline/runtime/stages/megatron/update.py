@@ -87,8 +87,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             This backward first waits until these gradients are reduced, so that the reductions are not overlapped with
             computation. The program does not show this wait.
         reduce_partial: predictions read the mean of the gradients over the replicas.
-        provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
-            clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
+        provisional_microbatches: as in the schedule. A number: predictions do not depend on the cut into stages, so
+            they clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
             gradients and take the last update again.
         timeout: the timeout of the chain's collectives; default: ten minutes.
         copies: in a program with copies of stages, the ranks over which reductions go; None: those of megatron.core's
@@ -196,7 +196,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         This is for `--redundant-optimizer`. Call it while drained. Collective over the ranks with the same stages.
 
         Args:
-            before: the shards of an update of these ranks whose state is taken over; None: this rank has none of them.
+            before: this rank's shards from the update whose state is taken over; None: it has none of these shards.
             sources: for each shard of `before`, the rank that hands it over; empty: nothing is taken over.
         """
         if not copies and not is_steppable(self._inner):
@@ -386,8 +386,11 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             raise broken
 
     def _step_shards(self, batch: _Batch, coefficient: float) -> RuntimeError | None:
-        """Step this rank's shard and its copy of another, and gather the weights. The step is whole also if a rank is
-        lost while they are gathered. Returns the error from which that was noticed."""
+        """Step this rank's shard and its copy of another shard, and gather the weights.
+
+        If a rank is lost during the gather, the steps are complete nevertheless. Returns the error of the gather, or
+        None.
+        """
         step_own_shard(self._inner)
         self.shards.step(batch.of_copy, coefficient)
         try:
@@ -406,8 +409,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     def _estimated_scale(self, batch: _Batch) -> float | None:
         """`gradient_scale` of the gradients that a prediction reads, as if they were of all microbatches of `batch`.
 
-        The tokens of the batch are not counted yet: each microbatch is taken to have as many as those of the last batch
-        that has stepped. None before that.
+        The tokens of the batch are not counted yet: each microbatch is taken to have as many tokens as the microbatches
+        of the last batch that has stepped had on average. None if no batch has stepped yet.
         """
         if not self._per_token:
             return batch.report.loss_scale
@@ -435,7 +438,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
 
     @property
     def is_drained(self) -> bool:
-        """Whether all that was begun has ended: the newest weights are whole."""
+        """Whether no batch is in flight, so that the newest weights are complete."""
         return not self._batches
 
     def sums_of_newest(self) -> NormReduction | None:
@@ -443,20 +446,20 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         return self.sums.get(self.versions.newest - 1)
 
     def go_on_from(self, version: int, sums: NormReduction | None) -> list[BatchReport]:
-        """Drop all batches in flight, and begin anew with `version`.
+        """Make the steps up to `version`, drop all batches in flight, and continue from `version`.
 
-        Some ranks may have made the next version when a rank was lost, and others not, although all have reduced its
-        gradients: the ranks that have the sums over all ranks tell the others. Under 2bw the last stage reduces a batch
-        before it steps with the one before, so it may have two steps to make.
+        When a rank is lost, some ranks may have made the next version and others not, although all have reduced its
+        gradients. The ranks with the sums over all ranks pass the sums to the others. Under 2bw the last stage reduces
+        a batch before it steps with the batch before, so it may have two steps to make.
 
         Args:
             version: the newest version that a rank has made.
-            sums: the sums for the batch whose step makes it.
+            sums: the sums for the batch whose step makes `version`.
 
         Returns:
-            The reports of the batches whose steps were made here, or were not ended.
+            The reports of the batches whose steps were made or completed here.
         """
-        self._gathers = False  # the groups are broken; who takes over the shards gathers the weights
+        self._gathers = False  # the groups are broken; the ranks that take over the shards gather the weights
         newest = self._batches.get(self.versions.newest)
         reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.versions.newest)]
         for made in range(self.versions.newest + 1, version + 1):
