@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def require_core() -> None:
-    """Check, without importing it, that megatron.core is there: from the extra `core`, or in a Megatron-LM checkout.
+    """Check that megatron.core is there, from the extra `core` or in a Megatron-LM checkout, without importing it.
 
     Raises:
         ValueError: megatron.core is not installed.

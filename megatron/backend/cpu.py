@@ -113,7 +113,7 @@ def import_stand_ins():
 
 
 def _core_imports_triton() -> bool:
-    """Whether this megatron.core cannot be imported without triton, as is so from 0.18 on."""
+    """Whether this megatron.core cannot be imported without triton; true from 0.18 on."""
     (folder,) = find_spec("megatron.core").submodule_search_locations
     return (Path(folder) / "transformer" / "moe" / "paged_stash.py").exists()
 

@@ -294,10 +294,10 @@ class PipelineEngine:
         )
 
     def abandon(self, timeout: float) -> list[BatchReport]:
-        """Give up what is in flight after another rank was lost, and return the reports of batches that have stepped.
+        """Give up the batches in flight after another rank was lost. Return the reports of batches that have stepped.
 
         The connections to other ranks are broken (`failure.connections`), so all waits of the threads fail. The stages
-        and the update keep what they have saved of batches in flight. The engine cannot be used afterwards.
+        and the update keep the data that they have saved for batches in flight. The engine cannot be used afterwards.
 
         Raises:
             RuntimeError: a thread that reduces gradients, moves or copies has not ended after `timeout` seconds. It

@@ -46,7 +46,8 @@ class SharedParameters:
     def __init__(self, graph: StageGraph, weights: WeightPolicy) -> None:
         self._graph, self._weights = graph, weights
         deepest = max(map(graph.depth, range(graph.num_stages)))
-        # (batch, its microbatches) since the last drain: batches in flight, and as many that determine their versions.
+        # (batch, its microbatches) since the last drain: the batches in flight, and as many before them, which
+        # determine their versions.
         self._batches: deque[tuple[int, range]] = deque(maxlen=2 * deepest + 2)
 
     def begin_batch(self, batch: int, microbatches: range) -> None:
@@ -98,8 +99,8 @@ class Exchange:
         copies: for each stage of the program, the copy of a model's stage that it is; empty: there are no copies.
         about: returns the microbatch with a given index.
         waited: called after each wait for a transfer.
-        on_boundary: called with each tensor that stages exchange or that arrives from another rank, and with None where
-            there is none.
+        on_boundary: called with each tensor that stages exchange or that arrives from another rank; called with None if
+            a computation gives no tensor.
 
     Attributes:
         most_unread: stage of this rank that only runs forwards (frozen) -> how many unread outputs it may have; None:
@@ -341,7 +342,7 @@ class Exchange:
     def _as_of_now(
         self, source: int, target: int, microbatch: int, tensors: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Return the tensors with None for those that do not move. Copy own parameters, since a step changes them."""
+        """Return the tensors, with None for each that does not move. Own parameters are copied: a step changes them."""
         moves, owners = self._present(source, target, microbatch), self._travelling(source, target).owners
         return tuple(
             None if not here else tensor.clone() if owner == source else tensor

@@ -51,7 +51,7 @@ def planned_timeline(schedule: PipelineSchedule, measured: Timeline, shown: rang
 def _begins(schedule: PipelineSchedule, batch: int, *, drained: int) -> int:
     """Return the batch with which a simulation begins, so that `batch` and later ones are as in the middle of a run.
 
-    A program's rows repeat behind its fill, from the batch `drained` on in whole periods.
+    A program's rows repeat after its fill, in whole periods from the batch `drained` on.
     """
     if not isinstance(schedule, ProgramSchedule):
         return batch - _RUN_IN
@@ -87,7 +87,7 @@ def write_timeline(
         ValueError: there are more ranks than a picture has room for.
     """
     group = None
-    if not engine.schedule.copies:  # else the program is that of all ranks
+    if not engine.schedule.copies:  # else one program spans all ranks
         if (
             parallel_state.get_data_parallel_rank(with_context_parallel=True)
             or parallel_state.get_tensor_model_parallel_rank()

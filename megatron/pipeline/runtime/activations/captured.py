@@ -1,4 +1,4 @@
-"""The activations that a stage saves for its backwards, ready for eviction and load; their buffers and their bytes.
+"""The activations that a stage saves for its backwards: their eviction and load, their buffers and their bytes.
 
 **Buffers.** Problem: activations are moved at every microbatch. Allocating memory for each move fragments the memory
 and costs time. But a buffer may be used again only when its last reader is done: a backward, a gradient that is a view
@@ -48,7 +48,7 @@ class _Buffer:
 
 
 class BufferPool:
-    """Byte buffers on `device`, made when no buffer of the size is free, and kept. Thread-safe."""
+    """A pool of byte buffers on `device`. A buffer is made when none of its size is free, and is kept. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

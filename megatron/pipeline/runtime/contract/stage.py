@@ -90,7 +90,7 @@ class BatchInfo:
 
 
 NUM_TOKENS = "number of tokens"
-"""Name of the sum by which gradients that are sums over tokens are divided, beside the losses of `take_losses`."""
+"""The key of the number of tokens in the result of `take_losses`. It divides gradients that are sums over tokens."""
 
 
 @dataclass
@@ -429,7 +429,7 @@ class PredictingUpdate(WeightUpdate, Protocol):
         """Chain thread: add up the kept gradients of the tied embeddings."""
 
     def predict(self, version: int, num_microbatches: int) -> None:
-        """Make the predicted weights of `version` from the kept gradients, after a step that was put off.
+        """Take the step that was put off, if any, and make the predicted weights of `version` from the kept gradients.
 
         Without kept gradients, use those of the batch's first `num_microbatches` microbatches. If the gradients are not
         finite, the prediction is a copy of the true weights. Without `reads_gradients` the prediction is the true
@@ -450,7 +450,10 @@ class RelayUpdate(WeightUpdate, Protocol):
     residency: Residency | None
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
-        """Prepare to copy `version` of the stage to the device. Return the copy, which the lane to the device calls."""
+        """Prepare to copy `version` of the stage to the device. Return the function that copies it.
+
+        The lane to the device calls the function.
+        """
 
     def free(self, stage: int) -> Callable[[], None]:
         """Give up the stage's weights on the device. Return a function that frees their memory.
@@ -462,10 +465,11 @@ class RelayUpdate(WeightUpdate, Protocol):
         """Select the stage's gradient buffer, a free one for a new batch. Called before each backward of the stage."""
 
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
-        """Prepare to store the stage's gradients for `version`. Return the copy to the host.
+        """Prepare to store the stage's gradients for `version`. Return the function that copies them to the host.
 
-        The lane from the device calls it. All backwards are done; the chain may still have to reduce the gradients.
+        The lane from the device calls the function. All backwards are done; the chain may still have to reduce the
+        gradients.
         """
 
     def update(self, stage: int, version: int) -> Callable[[], None]:
-        """Return the step that makes `version` of the stage. The lane of the host's optimizer calls it."""
+        """Return the function that steps the stage to `version`. The lane of the host's optimizer calls it."""

@@ -5,7 +5,7 @@ A rank records these tracks:
 - `compute`: an instruction without its waiting,
 - `wait`: how long the instruction first waited for a transfer or for the chain,
 - `chain`: the reductions on their background thread,
-- `moves`: the moves of saved activations on their background thread, from the posting of a move until it is complete,
+- `moves`: the moves of saved activations on their background thread, from the start of a move until it is complete,
 - where weights live on the host, one track for each lane to the host, from the host and of the host's optimizer: from
   the start of an instruction there until it is complete.
 

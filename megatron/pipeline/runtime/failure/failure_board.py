@@ -157,7 +157,7 @@ class FailureBoard:
 
 
 def root_of(store: Store) -> Store:
-    """Return the store that is left of `store` without any prefixes."""
+    """Return the store below all prefixes of `store`."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -199,7 +199,7 @@ _before = 0
 
 @cache
 def _threshold() -> ctypes.c_int | None:
-    """Return torch's log threshold, or None if this build of torch has no such variable: its messages then stay."""
+    """Return torch's log threshold, or None if this build of torch lacks the variable: its messages then stay."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")

@@ -270,7 +270,7 @@ class Guard:
     # -- stories ------------------------------------------------------------------------------------------------------
 
     def _tell(self, story: str, *, is_consequence: bool) -> str:
-        """Write the story unless the board has one, and return the one that counts.
+        """Write the story unless the board has one, and return the story on the board.
 
         If the store is lost and the error may be a consequence of that, return the story of the lost store.
         """

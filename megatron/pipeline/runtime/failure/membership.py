@@ -162,7 +162,7 @@ class Membership(StoreThread):
         return self._next(-1, timeout)
 
     def newcomers(self) -> tuple[int, ...]:
-        """Return the ranks of new processes that ask to be taken in and are heard, if their groups are complete."""
+        """Return the ranks of live new processes that ask to be taken in, if their groups are complete."""
         return tuple(sorted(member.rank for member in self._newcomers))
 
     def suspect(self, ranks: Iterable[int], reason: str) -> None:
@@ -226,7 +226,7 @@ class Membership(StoreThread):
         return PrefixStore(f"of_epoch/{self.epoch.number}", self._whole.clone())
 
     def accept_losses(self, accepts: bool = True) -> None:
-        """Tell the launcher whether the job continues when a process is lost. An untold launcher ends the job."""
+        """Tell the launcher whether the job continues when a process is lost. By default the launcher ends the job."""
         key = f"{LAUNCHER}/{ACCEPTS_LOSSES}"
         self._ask(lambda: self._root.set(key, "yes" if accepts else "no"))
 
@@ -420,7 +420,7 @@ class Membership(StoreThread):
         log = [json.loads(line) for line in self._store.get(f"log/{number}").decode().splitlines()]
         record = decided(self._members.values(), log, group_size=self.group_size)
         if record is not None:
-            self._store.set(f"epoch/{number}", json.dumps(record))  # whoever sets it sets the same
+            self._store.set(f"epoch/{number}", json.dumps(record))  # every rank writes the same
             self._enter(*self._read(number))
             return
         arrived, lost = ({line["token"] for line in log if line["kind"] == kind} for kind in ("arrived", "lost"))

@@ -30,7 +30,7 @@ from megatron.pipeline.runtime.failure.failure_board import (
 
 
 class StoreThread(abc.ABC):
-    """Calls `_tick` on the thread from `_start` until `_stop`.
+    """Base of a thread that calls `_tick` again and again, from `_start` until `_stop`.
 
     Args:
         store: the job's store, or a part of it.

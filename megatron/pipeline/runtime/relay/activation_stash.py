@@ -41,7 +41,10 @@ class ActivationStash(HostStash):
         self._num_coming: Counter[int] = Counter()  # bytes -> buffers from the request to the end of the backward
 
     def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Take the activations of a microbatch from its graph. Return the copy to the host, for its lane."""
+        """Take the activations of a microbatch from its graph. Return the function that copies them to the host.
+
+        The lane from the device calls the function.
+        """
         eviction = stage.evict(microbatch)
         key = number, _ = self._number_of[stage.index], microbatch.index
         buffer = self._send(key, eviction.held, (eviction.num_bytes,), torch.uint8)
@@ -53,7 +56,10 @@ class ActivationStash(HostStash):
         return leave
 
     def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Return the copy of the activations to the device, which takes memory when it is called in its lane."""
+        """Return the function that copies the activations to the device.
+
+        The lane to the device calls the function, which then takes memory on the device.
+        """
         number = self._number_of[stage.index]
         buffer, place = self._fetch((number, microbatch.index))
         size = len(buffer)

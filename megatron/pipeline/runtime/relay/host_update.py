@@ -1,4 +1,4 @@
-"""Weight updates with weights on the host: what is the same for torch's and megatron.core's optimizers.
+"""Weight updates with weights on the host: the common part for torch's and megatron.core's optimizers.
 
 **Gradients leave the device stage by stage.** Problem: where weights live on the host, the device must not hold the
 gradients of all stages at once.

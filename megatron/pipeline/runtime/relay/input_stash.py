@@ -235,7 +235,7 @@ class InputStash(HostStash):
     """The inputs of microbatches, for OFFLOAD and RELOAD."""
 
     def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Take the input of a microbatch from the stage. Return the copy to the host, to be called in its lane."""
+        """Take a microbatch's input from the stage. Return the function that copies it to the host, for the lane."""
         input = stage.release_input(microbatch)
         place = [input]
         buffer = self._send((stage.index, microbatch.index), place, input.shape, input.dtype)
@@ -243,7 +243,7 @@ class InputStash(HostStash):
         return lambda: copy(place[0], buffer)
 
     def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Allocate the input on the device again. Return the copy from the host, to be called in its lane."""
+        """Allocate the input on the device again. Return the function that copies it from the host, for the lane."""
         buffer, place = self._fetch((stage.index, microbatch.index))
         self._saved.add(stage.index)
         place.append(torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device))

@@ -38,7 +38,7 @@ class Packing(ABC):
 
     @torch.no_grad()
     def pack(self, weight: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Write a packed weight into its parts."""
+        """Pack `weight`: write its codes and scales."""
         for part in _parts(weight.numel()):
             blocks = weight.reshape(-1)[part].float().view(-1, BLOCK)
             scale = blocks.abs().amax(dim=1)

@@ -114,7 +114,7 @@ class ResidentWeights:
         return StageWeights(self, stage)
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
-        """Mark `version` of a stage as on the device. Return the copy, to be called in the lane.
+        """Mark `version` of a stage as on the device. Return the function that copies it there, for the lane.
 
         Raises:
             ValueError: the place of a stage that is on the device overlaps with the place of this stage.
@@ -149,10 +149,10 @@ class ResidentWeights:
         return copy
 
     def free(self, stage: int) -> Callable[[], None]:
-        """Make the parameters of a stage show NaN. Return the call for the lane, which does nothing.
+        """Make the parameters of a stage show NaN. Return a function for the lane, which does nothing.
 
-        The lane calls it when the device has done the earlier work of the row, and later fetches of the lane wait for
-        it.
+        The lane calls the function when the device has done the earlier work of the row, and later fetches of the lane
+        wait for this call.
         """
         del self._resident[stage]
         self._take_away(stage)

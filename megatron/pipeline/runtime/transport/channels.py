@@ -206,8 +206,8 @@ class Channels:
     ) -> None:
         """Start a send and return at once. The caller may then free `tensor`, but not write to it.
 
-        `peer`: the other stage where the kind has several, else None. `spec`: the spec of this transfer; None: that of
-        a chain's stage. Raises ValueError if `tensor` does not fit it, TransferError if a send has failed.
+        `peer`: the other stage where the kind has several, else None. `spec`: the spec of this transfer; None: the spec
+        of a chain's stage. Raises ValueError if `tensor` does not fit the spec, TransferError if a send has failed.
         """
         if self._error is not None:
             raise self._error

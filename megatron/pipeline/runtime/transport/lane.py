@@ -87,7 +87,7 @@ class LaneThread:
     def request(
         self, instruction: Instruction, call: _Call, *, ready: _Call | None = None, traced: bool = True
     ) -> None:
-        """Queue `ready` and then `call` behind earlier requests. The request is complete when `call` has returned.
+        """Queue `ready` and then `call` after earlier requests. The request is complete when `call` has returned.
 
         In a trace the call begins when `ready` has returned. Raises the error of an earlier call.
         """

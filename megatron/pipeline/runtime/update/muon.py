@@ -120,7 +120,7 @@ class Orthogonalization:
         return direction, factor
 
     def warm_up(self, sizes: Iterable[int], device: torch.device) -> None:
-        """Gather once for each of these numbers of bytes, before transfers are posted that NCCL could wait behind."""
+        """Gather once for each of these sizes in bytes, before a transfer is posted for which NCCL could wait."""
         for num_bytes in sizes if self.group is not None else ():
             self._gathered(torch.zeros(num_bytes // 4, 1, device=device), 0)
 

@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 PERIOD = 64
 """The number of elements after which the added numbers repeat."""
 
-_OF_STEP, _OF_ELEMENT = 40503, 27145  # odd, near 2^16 times 1 over the golden ratio, and times the root of 2 less 1
+_OF_STEP, _OF_ELEMENT = 40503, 27145  # odd numbers near 2^16 / golden ratio and 2^16 (sqrt(2) - 1)
 
 
 class OneByOne(torch.optim.Optimizer, ABC):

@@ -1,4 +1,4 @@
-"""The part of routers of experts and of layers of multi-token prediction in losses and reports.
+"""The contributions of experts' routers and of multi-token prediction to losses and reports.
 
 **Losses of routers.** Problem: megatron.core adds auxiliary losses to the graph of every stage that has experts. Their
 factor is one global value. Their values are summed in one global table, over layers and microbatches. A stage may run
@@ -163,7 +163,7 @@ class RouterTokens:
         return result.flatten().tolist()
 
     def abandon(self) -> None:
-        """Forget what was counted of batches in flight, which are computed again."""
+        """Drop the counters of batches in flight, which are computed again."""
         self._batches.clear()
         self._shown_batch = None
 
@@ -229,7 +229,7 @@ class RouterTokens:
     def _set(self, version: int, bias: Tensor) -> None:
         self._biases[version] = bias
         rows = bias[self._rows]
-        # From pinned memory the host does not wait for what the device computes.
+        # Copied from pinned memory, so that the host does not wait for the device.
         self._on_device[version] = (rows.pin_memory() if backend.is_cuda() else rows).to(
             backend.device(), non_blocking=True
         )

@@ -1,4 +1,4 @@
-"""The items and random numbers of each microbatch at a stage, drawn from its data iterator and the generators.
+"""The data items and random numbers that a stage draws for each microbatch.
 
 **Items.** Problem: an iterator yields microbatches in order, but a program may have a stage compute them in another
 order. Then stages would use different samples for the same microbatch. In addition, a recompute needs the items of its

@@ -203,7 +203,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def is_formed(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group are in the job. Not so for a group that `name_groups_to_come` has made."""
+    """Whether all ranks of a group are in the job; False for a group that `name_groups_to_come` has made."""
     return group.size() <= dist.get_world_size()
 
 
@@ -254,7 +254,7 @@ def name_groups_of_survivors(
     )  # fmt: skip
     made: dict[tuple, dist.ProcessGroup] = {}
     for ranks, names in groups:
-        # Layers keep such a group, and `rebind` finds it by the group itself: no other name may share it.
+        # Layers keep these groups, and `rebind` finds them by identity: no other name may share such a group.
         key = (tuple(ranks), names[0] if names[0] in _OF_LAYERS and len(ranks) > 1 else "")
         if key not in made:
             made[key] = dist.new_group(ranks, use_local_synchronization=True)

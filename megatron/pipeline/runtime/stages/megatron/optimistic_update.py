@@ -4,8 +4,8 @@ Problem: a step waits for the norm of all gradients, although nearly always the 
 the step must be undone exactly where it was wrong, and then be taken as if it had waited.
 
 Solution: before the step the rank copies what the step changes (`KeptState`). The step reads the gradients and leaves
-them as they are in their buffer. `validate` compares the coefficient that the norm gives with the one that the step has
-used. `roll_back` copies the state back and steps again from the same gradients.
+them as they are in their buffer. `validate` compares the coefficient that the norm gives with the coefficient that the
+step has used. `roll_back` copies the state back and steps again from the same gradients.
 """
 
 import torch
@@ -45,7 +45,7 @@ class MegatronOptimisticUpdate(MegatronWeightUpdate):
         return batch.report
 
     def validate(self, version: int) -> bool:
-        """Whether the step to `version` was right; then the gradients of its batch are no longer needed."""
+        """Return whether the step to `version` was right. If so, give back the gradient buffer of its batch."""
         batch, report = self._batches[version], self._batches[version].report
         is_right = not (report.overflow or report.nan) and self._coefficient(batch) == batch.coefficient
         if is_right:

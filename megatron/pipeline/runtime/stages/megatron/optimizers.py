@@ -54,7 +54,7 @@ MegatronCoreOptimizer = FP32Optimizer | Float16OptimizerWithFloat16Params | Dist
 
 
 def steps_parameters_in_place(optimizer: MegatronOptimizer) -> bool:
-    """Whether the optimizer steps some of the model's parameters directly, and not masters of them."""
+    """Whether the optimizer steps some of the model's parameters directly instead of masters of them."""
     return any(map(_steps_in_place, optimizers_of(optimizer)))
 
 
@@ -86,7 +86,7 @@ def shared_scaler(optimizer: MegatronOptimizer) -> MegatronGradScaler | None:
 
 
 def buffers_of(chunk: DistributedDataParallel) -> list:
-    """DDP's buffers of a chunk: those of experts that ranks share out come last."""
+    """DDP's buffers of a chunk. The buffers of experts that ranks share out come last."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 

@@ -105,7 +105,7 @@ class MegatronPrediction:
         types = {(model.main_grad.dtype, model.dtype) for model in self._names}
         self._torch_optimizers = [each.optimizer for each in self._optimizers]
         self._provisionals = [ProvisionalStep(each, types) for each in self._torch_optimizers]
-        # parameter of the optimizer -> parameter of the model, and its flat part that the former updates
+        # parameter of the optimizer -> parameter of the model, and the flat part of it that the optimizer updates
         self._model_of = {own: part for each in self._optimizers for own, part in self._masters_of(each)}
         self.versions = PredictedVersions(
             named_parameters(chunks),

@@ -56,8 +56,8 @@ from megatron.pipeline.runtime.update.gradients import norms_of, sum_of_squares
 class GradientReduction:
     """Reduces gradient slots of one rank's chunks on the groups of the chain.
 
-    A slot may hold the gradients of a part of the rank's parameters, as where weights live on the host and gradients
-    leave the device stage by stage. The other parameters are then ignored.
+    A slot may hold the gradients of only some of the rank's parameters, for example where weights live on the host and
+    gradients leave the device stage by stage. The other parameters are then ignored.
 
     Args:
         chunks: the model chunks of the rank.

@@ -157,7 +157,7 @@ class _Copy:
             self.optimizer.state[master] = {"step": torch.tensor(count), **state}
 
     def step(self, gradients: Flats | None, coefficient: float) -> None:
-        """Begin the step that the shard's rank takes. `gradients`: None where it is skipped; they are overwritten."""
+        """Begin the step that the shard's rank takes. `gradients`: overwritten; None if the step is skipped."""
         self.finish()
         settings = [_settings(self._own.param_groups[number]) for number in self._numbers]
         self._work = self._worker.submit(self._step, gradients, coefficient, settings)
@@ -308,7 +308,7 @@ class RedundantShards:
         return sum(flat.numel() * flat.element_size() for flat in flats)
 
     def copy_of(self, name: str) -> Flats:
-        """The copy's flats of a state, or of the weights of the newest version or the one before."""
+        """The copy's flats of a state, or of the weights of the newest version or the version before."""
         self._copy.finish()
         if name == _WEIGHTS:
             dtypes = self.cut.weight_dtypes

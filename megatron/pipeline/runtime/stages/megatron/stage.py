@@ -99,7 +99,7 @@ class MegatronStage(CapturingStage):
             it.
         seq_length, micro_batch_size: the same for all microbatches. Tensors between stages are [sequence, microbatch,
             hidden]; under sequence parallelism the sequence is divided by the number of tensor ranks, and under context
-            parallelism by that of the ranks that share it.
+            parallelism by the number of ranks that share it.
         index, num_stages: the stage and the number of stages; default: rank and size of megatron.core's pipeline.
         data_iterator: the training data; None if this rank reads none. It yields microbatches in ascending order. If a
             program computes microbatches in another order, it must yield one item per microbatch. A copy's iterators
@@ -278,7 +278,7 @@ class MegatronStage(CapturingStage):
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
         self._count_tokens(microbatch)
-        self._engine_linears.show_batch(microbatch.batch)  # of layers that megatron.core recomputes
+        self._engine_linears.show_batch(microbatch.batch)  # for layers that megatron.core recomputes
         self._router_losses.scale(scale / self._losses.parts(microbatch))
         self._multi_token_losses.scale(scale / self._losses.parts(microbatch))
         with self._seeded(self._sample(microbatch)):

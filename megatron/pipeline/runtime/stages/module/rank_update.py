@@ -160,7 +160,7 @@ class ModuleRelayUpdate(HostUpdate):
 
     Args:
         modules: stage -> module, for all stages of this rank in ascending order.
-        store: made from the parameters of the modules, in their order. Frozen parameters are fetched, and never stored.
+        store: made from the parameters of the modules, in their order. Frozen parameters are only fetched.
         residency: the residency of the schedule.
         optimizer: made from the parameters of `store`.
         scheduler, clip_grad: as for `ModuleUpdate`.
