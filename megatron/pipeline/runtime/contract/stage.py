@@ -90,7 +90,7 @@ class BatchInfo:
 
 
 NUM_TOKENS = "number of tokens"
-"""The key of the number of tokens in the result of `take_losses`. It divides gradients that are sums over tokens."""
+"""Key of the number of tokens in the result of `take_losses`. Gradients that are sums over tokens are divided by it."""
 
 
 @dataclass

@@ -3,11 +3,11 @@
 A rank records these tracks:
 
 - `compute`: an instruction without its waiting,
-- `wait`: how long the instruction first waited for a transfer or for the chain,
+- `wait`: the instruction's wait for a transfer or for the chain, before its work,
 - `chain`: the reductions on their background thread,
 - `moves`: the moves of saved activations on their background thread, from the start of a move until it is complete,
-- where weights live on the host, one track for each lane to the host, from the host and of the host's optimizer: from
-  the start of an instruction there until it is complete.
+- where weights live on the host, one track each for the lanes to the host, from the host and of the host's optimizer:
+  from the start of an instruction in the lane until it is complete.
 
 Where backwards are split, the rank also records the bytes that it keeps between I and W. Only the last batches are
 kept. The tracks of all ranks are gathered on one rank. They are written in Chrome's trace-event format, which Perfetto

@@ -52,7 +52,7 @@ FAILURE_TIMEOUT = 10.0
 _BEAT = 0.5  # seconds between heartbeats; with a short failure timeout there are more
 _PACE = 0.05  # seconds between looks at the store while a process waits for an epoch; more with many ranks
 _ALL_LOOK = 1.0  # seconds between two looks at the log, for ranks that do not lead
-_MOST_WATCHED = 16  # of the missing processes, how many a process watches in addition to those in the ring
+_MOST_WATCHED = 16  # the most missing processes that a process watches in addition to those in the ring
 
 
 def takes_in(store: Store, *, timeout: float = FAILURE_TIMEOUT) -> bool:

@@ -1,4 +1,4 @@
-"""Gradient buffers, the squared norm of gradients, and one small all-reduce per batch for decisions of all ranks.
+"""Gradient buffers, the squared norm of gradients, and one small all-reduce per batch for equal decisions of ranks.
 
 Problem: without flushes the first backwards of batch j+1 run while the gradients of batch j are still being reduced and
 clipped, so the two batches must not share memory.
