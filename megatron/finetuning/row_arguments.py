@@ -9,8 +9,8 @@ from collections.abc import Callable
 from megatron.documents.flag_types import count
 
 PADDED = ("text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification")
-"""The tasks whose rows have different lengths, and whose losses do not depend on the padding behind their tokens. A softmax of
-question-answering is over all tokens of a row, padding included."""
+"""The tasks whose rows have different lengths, and whose losses do not depend on the padding behind.
+A softmax of question-answering is over all tokens of a row, padding included."""
 
 STORED = (*PADDED, "question-answering")
 """The tasks whose rows are whole numbers, decided by the file of samples, the model's folder and the flags."""

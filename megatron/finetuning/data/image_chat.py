@@ -28,7 +28,7 @@ from megatron.finetuning.data.task import Prepared, Task, config_of, most_likely
 
 _INPUTS = {"input_ids", "attention_mask", "pixel_values"}
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Inputs that say which tokens attend in both directions, for models that take them. Padding has 0, as in processors."""
+"""Inputs that say which tokens attend in both directions, if a model takes them. Padding has 0, as in processors."""
 
 
 @dataclass(frozen=True)

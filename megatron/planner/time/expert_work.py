@@ -10,7 +10,7 @@ each token, M matrix elements of an expert, and E experts in a layer of which E/
                        each expert on the rank is a separate product, so `product_overhead` counts E/ep times: small
                        experts are slow
     copies             made, sorted by expert, sorted back and summed: (2 + 2 k + 4 k etp) e h bytes read and written
-                       for each token
+                       for each token; (2 + 2 k) e h with one expert on the rank, where nothing is sorted
     between ranks      2 all-to-alls of n k e h bytes, of which (ep - 1) / ep leave the rank. With etp, the ranks with
                        parts of the same experts gather and scatter 2 n k (etp - 1) e h bytes
 
