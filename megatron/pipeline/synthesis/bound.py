@@ -1,4 +1,4 @@
-"""A time that no program of a problem beats: what one rank has to compute, wait for, and hold.
+"""A lower bound on the time of a problem's programs, from the work, the waits and the memory of one rank.
 
 Four relaxations, each of one rank or of the path; the bound is the greatest.
 
@@ -9,10 +9,11 @@ Four relaxations, each of one rank or of the path; the bound is the greatest.
   end a tail, the least time behind it. A rank computes one thing at a time. Even if it could interrupt, it would need
   the time of the preemptive schedule that takes the longest tail first (Jackson 1955; Carlier 1982).
 - **Fill and drain.** Before the first backward of a rank starts, the rank computes at most the forwards that its limit
-  holds; behind its last forward, at most the backwards of what it may hold. Both waits are at least the path of a
-  microbatch to the end of the pipeline and back.
-- **Room.** What the microbatches of a rank hold over time, each at least from its forward to the end of its path back,
-  fits under the limit of the rank. A rank that holds one size only holds whole ones.
+  holds; behind its last forward, at most the backwards of the microbatches that it may hold. Both waits are at least
+  the path of a microbatch to the end of the pipeline and back.
+- **Room.** Each microbatch holds memory on a rank at least from its forward to the end of its path back. This memory
+  times this time, summed over the microbatches, is at most the limit of the rank times the time of the batch. A rank
+  whose microbatches have one size only can fill its limit with whole microbatches only.
 """
 
 import heapq
@@ -57,7 +58,7 @@ def bound_of_any_recompute(problem: Problem) -> tuple[float, str]:
 
 
 def _trade(problem: Problem, rank: int, stages: Sequence[int]) -> float:
-    """The least time in which a rank has computed, and has had the room, behind its head; parts of stages count."""
+    """The least time in which a rank can do its work and have its room over time; stages may recompute in part."""
     limit, (head, work, needs, less) = problem.limit_of(rank), to_trade(problem, rank, stages)
     costs, time = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE], work
     for stage in sorted(stages, key=lambda each: -less[each] / (costs[each] or ROUNDING)):
@@ -71,7 +72,7 @@ def _trade(problem: Problem, rank: int, stages: Sequence[int]) -> float:
 
 
 def _trade_of_turns(problem: Problem, turns: "Turns", rank: int, stage: int) -> float:
-    """The least time over the number of microbatches that the rank's only such stage recomputes."""
+    """The same for a rank with one such stage: the least time over the number of microbatches that it recomputes."""
     head, _, needs, less = to_trade(problem, rank, [stage])
     limit, m = problem.limit_of(rank), problem.num_microbatches
     seconds = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE][stage]
@@ -84,8 +85,12 @@ def _trade_of_turns(problem: Problem, turns: "Turns", rank: int, stage: int) -> 
 
 
 def to_trade(problem: Problem, rank: int, stages: Sequence[int]) -> tuple[float, float, float, dict[int, float]]:
-    """The least time before a rank's first computation, its work without recomputes, the room over time that it needs
-    if it keeps everything, and, by stage, how much less it needs if it recomputes."""
+    """The terms of a rank's trade between room and recomputes.
+
+    Returns:
+        The least seconds before its first computation; the seconds of its work without recomputes; the room over time
+        that it needs if it keeps everything; and, by stage, how much less it needs if the stage recomputes.
+    """
     whole, m = replace(problem, kept=(), recomputed=frozenset(), limits=math.inf), problem.num_microbatches
     forwards, _ = own_places(problem, rank)
     room = {each: m * held_over_time(whole, rank, each) for each in range(problem.num_stages)}
@@ -119,7 +124,7 @@ class Turns:
     def of_rank(self, rank: int, further: Sequence[tuple[float, float, float]] = ()) -> float:
         """Return the time of the rank's computations with their heads and tails, if it could interrupt them.
 
-        `further`: the head, seconds and tail of further ones.
+        `further`: the head, seconds and tail of further computations.
         """
         problem, m = self._problem, self._problem.num_microbatches
         jobs = list(further)
@@ -219,7 +224,7 @@ class Turns:
                 ends[j] = max(time + seconds, begins[rank] + (j + 1) * together[queue])
 
     def _find_rests(self) -> None:
-        """The same from the end of the batch, where a W may be the last, then an I, then a forward."""
+        """Find `rests` as `_find_ends` finds `ends`, but from the end: a W may be last, then an I, then an F."""
         problem = self._problem
         together = [self._together(queue, after=True) for queue in range(len(problem.queues))]
         feeds: list[list[tuple[int, float]]] = [[] for _ in problem.queues]
@@ -260,7 +265,7 @@ def own_places(problem: Problem, rank: int) -> tuple[list[int], list[int]]:
 
 
 def size_per_second(kind: tuple[float, float]) -> float:
-    """The order in which kinds of computations (seconds, size) fill a limit."""
+    """The sort key of kinds of computations (seconds, size) that orders them as they fill a limit."""
     seconds, size = kind
     return size / seconds if seconds else math.inf
 
@@ -277,13 +282,13 @@ def most_work(kinds: list[tuple[float, float]], limit: float, count: int) -> flo
 
 @dataclass(frozen=True)
 class Waits:
-    """The two waits of a rank, and what may fill them.
+    """The two waits of a rank, and the computations that may fill them.
 
     Attributes:
         fill: the least seconds to the start of its first backward.
         drain: the least seconds behind its last forward.
-        filling, draining: kinds of computations (seconds, size) that may stand there: forwards, and backwards of what
-            is held. There are as many of each as there are microbatches.
+        filling, draining: kinds of computations (seconds, size) that may stand there: forwards, and backwards of held
+            microbatches. There are as many of each kind as there are microbatches.
         recomputes: the seconds of all recomputes, which may stand anywhere.
     """
 
@@ -325,7 +330,7 @@ def _fill_and_drain(problem: Problem, rank: int) -> float:
     before = most_work(waits.filling, limit, m) + waits.recomputes
     after = most_work(waits.draining, limit, m)
     rest = problem.work(rank) - before - after
-    # With something left between the two waits they do not overlap. Rounding alone is nothing left.
+    # The two waits do not overlap if work is left between them. A rest within rounding does not count.
     return waits.fill + waits.drain + rest if rest > ROUNDING * problem.work(rank) else 0.0
 
 
@@ -349,10 +354,10 @@ def held_over_time(problem: Problem, rank: int, stage: int | None = None) -> flo
 
 
 def _room(problem: Problem, rank: int) -> float:
-    """The bound from what the microbatches of a rank hold over time.
+    """The bound from the memory that the microbatches of a rank hold, summed over time.
 
     Behind the last I or B of the rank's first stage, the last gradient still has its way to stage 0. In this time the
-    rank holds nothing but what its W wait for, and computes one of them at a time.
+    rank holds memory only for W that are still to come, and computes one W at a time.
     """
     limit = problem.room_of(rank)
     if math.isinf(limit):

@@ -1,10 +1,10 @@
 """Make words faster by moving one computation at a time, or by changing some and squeezing the rest.
 
-A move takes a computation to another place of its word. Half of the moves take one from the critical path. A third pull
-a later computation into a gap in which its rank waits. The others are at random. A move that breaks an order or a limit
-is dropped before it is timed. Minimised is the time plus the mean start of all computations, because the time alone
-does not tell that fill or drain have become shorter on some ranks only. Slower words are accepted with a probability
-that falls (simulated annealing, Kirkpatrick et al. 1983).
+A move takes a computation to another place of its word. Half of the moves take a computation from the critical path. A
+third pull a later computation into a gap in which its rank waits. The others are at random. A move that breaks an order
+or a limit is dropped before it is timed. The climb minimises the time plus the mean start of all computations, because
+the time alone does not show that fill or drain have become shorter on some ranks only. Slower words are accepted with a
+probability that falls (simulated annealing, Kirkpatrick et al. 1983).
 
 `shaken` changes words by a few warm moves or by a loose sweep, and squeezes them (iterated local search, Lourenço et
 al. 2003). A pair of sweeps takes the time of some tens of moves. It shortens fill and drain on all ranks together,
@@ -165,7 +165,7 @@ def changed_words(squeeze: Squeeze, words: Words, chance: random.Random, few_mov
 
 
 def accepts(worse: float, temperature: float, chance: random.Random) -> bool:
-    """Whether to go on with a change that takes `worse` seconds more."""
+    """Whether to go on with words that take `worse` seconds more."""
     return worse <= 0 or (temperature > 0 and chance.random() < math.exp(-worse / temperature))
 
 

@@ -2,7 +2,7 @@
 
 For given words the choice is made rank by rank, from the beginning on: everything is kept until the limit is reached.
 Then the rank recomputes the microbatch that frees the most memory times time for each second of its recompute. The
-search goes on with the words for which this costs least, and chooses again for each result.
+search goes on with the words that are fastest with their choice, and chooses again for each result.
 
 Where activations may move, too, some of these microbatches are kept and moved (`keep_and_move.py`). Programs that only
 recompute and programs that only move are also searched, with the same rounds and seeds, and the fastest program counts.
@@ -27,9 +27,9 @@ from megatron.pipeline.synthesis.seeds import named_words
 from megatron.pipeline.synthesis.timing import Clock
 
 _CHOICES = 2  # the number of choices that are searched further
-_TURNS = 2  # how often what was found is chosen for anew
+_TURNS = 2  # how often words are searched, each time with a new choice for the words found before
 _MOVED = 0.25, 0.5, 0.75, 1.0  # the parts of the microbatches without room that are to move
-_AHEAD = 2, 8  # how many computations before their need these are back
+_AHEAD = 2, 8  # how many computations before they are needed such microbatches are back
 
 
 def kept_microbatches(problem: Problem, words: Words, *, moved: float = 0.0, ahead: int = 0) -> tuple[Kept, ...] | None:
@@ -39,7 +39,7 @@ def kept_microbatches(problem: Problem, words: Words, *, moved: float = 0.0, ahe
         problem: the problem, whose own `kept` is ignored.
         words: words in which all computations of a microbatch are in order.
         moved: the fraction of the microbatches without room that are kept, and moved away until they are needed.
-        ahead: how many computations before its need such a microbatch is back.
+        ahead: how many computations before it is needed such a microbatch is back.
     """
     kept = [_kept_on_rank(problem, rank, word, moved, ahead) for rank, word in enumerate(words)]
     return None if None in kept else tuple(sorted(each for of_rank in kept for each in of_rank))
@@ -146,7 +146,7 @@ def _recomputing_nothing(problem: Problem) -> Problem | None:
 
 
 def _choices(problem: Problem, words: Iterable[tuple[str, Words]]) -> Iterator[tuple[Problem, str, Words]]:
-    """Yield words with choices for them that leave something to be moved."""
+    """Yield (problem, name, words), with a choice of kept microbatches of which some have to be moved."""
     for (name, each), moved, ahead in product(words, _MOVED, _AHEAD):
         kept = kept_microbatches(problem, each, moved=moved, ahead=ahead)
         if kept is not None:
@@ -157,7 +157,7 @@ def _recomputing(
     problem: Problem, synthesized: partial[Synthesis], seconds: float, known: Sequence[Words],
     done: Callable[[float], None],
 ) -> Synthesis:  # fmt: skip
-    """Search for the fastest program without moves. `synthesized`: `synthesize` with its effort but for the time."""
+    """Search for the fastest program without moves. `synthesized`: `synthesize` with its effort except for `seconds`."""
     all_recomputed = replace(problem, kept=())
     runs, found = 1 + _CHOICES * _TURNS, []
 

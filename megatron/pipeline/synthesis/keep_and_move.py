@@ -1,8 +1,9 @@
 """Programs in which each microbatch is kept, recomputed, or kept and moved.
 
-For words and a choice of the kept microbatches, the pass of `moved_rows.py` moves what has no room. The fastest of many
-choices, and what was found with recomputes alone and with moves alone, are changed at random. A change keeps a few
-microbatches that are recomputed, or recomputes a few that are kept; or it changes the words, as `moved.py` does.
+For words and a choice of the kept microbatches, the pass of `moved_rows.py` moves the microbatches without room. The
+fastest of many choices, and the programs found with recomputes alone and with moves alone, are changed at random. A
+change keeps a few microbatches that are recomputed, or recomputes a few that are kept; or it changes the words, as
+`moved.py` does.
 """
 
 import math
@@ -92,7 +93,7 @@ def _made(
 
 
 def _fastest(mover: Mover, choices: Iterable[tuple[Problem, str, Words]], until: float) -> list[_Either]:
-    """Return the fastest programs of choices, of which no two keep the same."""
+    """Return the fastest programs of choices, no two of which keep the same microbatches."""
     by_choice: dict[tuple[Kept, ...], _Either] = {}
     for each in sorted(_made(mover, choices, _FIRST, until), key=_cost):
         by_choice.setdefault(each.mover.problem.kept, each)
@@ -100,7 +101,7 @@ def _fastest(mover: Mover, choices: Iterable[tuple[Problem, str, Words]], until:
 
 
 def _changed(begin: _Either, bound: float, more: Callable[[int], bool], seed: int) -> _Either:
-    """Return the fastest of a program and of what changes at random make of it."""
+    """Return the fastest of a program and of the programs that random changes make of it."""
     chance, best, now, number = random.Random(seed), begin, begin, 0
     problem = begin.mover.problem
     unit = max(map(problem.work_without_recompute, range(problem.num_ranks))) / problem.num_microbatches

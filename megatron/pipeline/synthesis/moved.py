@@ -1,7 +1,8 @@
 """The fastest programs with moves: the pass puts moves into many words, and the best words are changed at random.
 
 A change is a loose sweep (`squeeze.py`) or a few warm moves of computations (`improve.py`) under one of the relaxed
-limits. Behind it stands the pass, and the simulator, which knows the copies. Slower words are kept at times.
+limits. Then the pass puts moves into the words, and the simulator, which knows the copies, times the result. Slower
+words are sometimes kept.
 """
 
 import random
@@ -24,7 +25,7 @@ WORSE = 0.05  # the temperature of changes, in the work of a rank for one microb
 
 
 def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> list[Moved]:
-    """Return the fastest programs that moves make of words, of those that keep the limits.
+    """Return the fastest programs within the limits that the pass makes of words.
 
     Args:
         mover: puts moves into words.
@@ -46,7 +47,7 @@ def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> l
 def _with(
     kept: list[Moved], mover: Mover, words: Words, name: str, aheads: Iterable[Ahead], until: float
 ) -> list[Moved]:
-    """Return the fastest programs and those that moves make of further words."""
+    """Return the fastest programs among `kept` and those that the pass makes of further words."""
     for ahead in aheads:
         if time.monotonic() < until and (made := mover.moved(words, ahead, name)) is not None:
             kept = _best([*kept, made])

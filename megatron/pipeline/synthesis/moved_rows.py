@@ -1,14 +1,14 @@
 """Rows with moves: a pass puts moves into words such that each rank keeps its limit, and another count proves it.
 
 - A forward without room sends away the microbatch that is needed last (Belady's rule), some computations ahead.
-- What is away comes back some computations before it is needed, as soon as there is room for it; or, where the rank
-  stays full, in exchange for another one.
-- What waits for its W cannot leave. Where it takes the room, its W is pulled forward.
+- A microbatch that is away comes back some computations before it is needed, as soon as there is room for it; or, if
+  the rank stays full, in exchange for another one.
+- A microbatch that waits for its W cannot leave. If it takes the room, its W is pulled forward.
 
-How many computations ahead is tried out, since it depends on the time of a copy. The pass counts in the unit of the
-limits, so stages of several sizes, halves and recomputes are all the same to it. Its answer is not trusted: `most_held`
-counts what a row holds at the worst timing, as the checker counts microbatches, and words that exceed a limit are
-dropped. The simulator times the others, with copies on their lanes and moves in their queues.
+Several numbers of computations ahead are tried, since the best depends on the time of a copy. The pass counts in the
+unit of the limits, so it treats stages of several sizes, halves and recomputes alike. Its answer is not trusted:
+`most_held` counts the memory that a row holds at the worst timing, as the checker counts microbatches, and words that
+exceed a limit are dropped. The simulator times the others, with copies on their lanes and moves in their queues.
 """
 
 from collections.abc import Sequence
@@ -59,9 +59,9 @@ class Moved:
         way: where the moves lead.
         words: the computations of each rank.
         program: computations and moves.
-        seconds: as the simulator times it without transfers in the rows.
+        seconds: the simulated time, without transfers in the rows.
         ahead: how far ahead the moves are.
-        begun_with: where the words come from.
+        begun_with: the name of the words from which these were made.
     """
 
     way: Way
@@ -87,11 +87,11 @@ class Mover:
         self._held: dict[Row, float] = {}
 
     def keeping(self, problem: Problem) -> "Mover":
-        """Return a mover for another choice of kept microbatches. It knows the same rows, which say what they keep."""
+        """Return a mover for another choice of kept microbatches. It shares the cached rows; a row shows its choice."""
         other = copy(self)
         other.problem = problem
         if self._others is not None:
-            other._held = {}  # what a row accepts has the size of the other rank's stage, which that rank's row says
+            other._held = {}  # the size of accepted activations depends on the choice at the other rank's stage
         return other
 
     def moved(self, words: Words, ahead: Ahead, name: str) -> Moved | None:
@@ -126,7 +126,7 @@ class Mover:
 
 
 def word_of(problem: Problem, row: Row) -> list[int]:
-    """Return the word of a row, with an R for each microbatch that is kept: before what comes next of R, I and B."""
+    """Return the word of a row. A kept microbatch, too, gets an R: before the next R, I or B of its stage."""
     word, num_recomputes = [], dict.fromkeys(problem.recomputed, 0)
     for each in row:
         if each.kind in USES_SAVED and each.stage in problem.recomputed:
@@ -144,7 +144,7 @@ def most_held(problem: Problem, program: Program) -> tuple[float, ...]:
 
 
 def held_by(problem: Problem, row: Row) -> float:
-    """Return the most that a row may hold."""
+    """Return the most memory that a row may hold at any time, whatever the timing."""
     pairs, order, held = Pairs(problem.rank_of_stage), MoveOrder(), Held()
     lanes = awaited_in_lanes(row, problem.rank_of_stage) if any(each.kind in SWAPS for each in row) else {}
     peak, num_moves, number_at = 0.0, 0, []
@@ -234,7 +234,7 @@ class _Row:
         return False
 
     def _bring_back(self, place: int) -> bool:
-        """Bring back what the next computations need. Returns whether there is what this computation needs."""
+        """Bring back microbatches that the next computations need. Returns whether this computation's is there."""
         for item in sorted(self._away, key=self._needed_at.__getitem__):
             needed_at = self._needed_at[item]
             if needed_at > place + self._ahead.back:
@@ -254,8 +254,10 @@ class _Row:
         return kind is Kind.FORWARD or (kind is Kind.RECOMPUTE and bool(self._problem.kept))
 
     def _make_room(self, place: int) -> bool:
-        """Make room for forwards to come, and for recomputes if microbatches are kept. Returns whether the next
-        computation has some."""
+        """Make room for coming forwards, and for recomputes if microbatches are kept.
+
+        Returns whether the next computation has room.
+        """
         for other in range(place + 1, min(place + self._ahead.out, len(self._row) - 1) + 1):
             if self._needs_room(self._row[other].kind):
                 lacks = self._most_until(place, other) - self._most
@@ -273,12 +275,12 @@ class _Row:
         return most
 
     def _send_away(self, place: int, lacks: float, until: int) -> bool:
-        """Send away what is needed last, and not before `until`. Returns whether there is enough of it."""
+        """Send away the microbatches that are needed last, all after `until`. Returns whether enough can leave."""
         chosen = []
         for item in sorted(self._can_leave, key=self._needed_at.__getitem__, reverse=True):
             if lacks <= 0 or self._needed_at[item] <= until:
                 break
-            if self._num_forwards[item[0]] > 1:  # until then it is not known what microbatches share
+            if self._num_forwards[item[0]] > 1:  # the second forward shows which tensors microbatches share
                 chosen.append(item)
                 lacks -= self._sizes[item[0]]
         if lacks > 0:

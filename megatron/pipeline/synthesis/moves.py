@@ -1,8 +1,8 @@
-"""Moves: where microbatches may leave a rank for and come back, and relaxed limits for the search.
+"""Moves of saved activations away from a rank and back, and relaxed limits for the search.
 
 Saved activations leave for the host (SWAP_OUT, SWAP_IN) or for the other rank of a pair (EVICT, LOAD). The search for
-words knows nothing of that. It makes words under relaxed limits, a pass puts moves into them (`moved_rows.py`), and the
-fastest of these are changed at random (`moved.py`).
+words knows nothing of moves. It makes words under relaxed limits, a pass puts moves into them (`moved_rows.py`), and
+the fastest of these are changed at random (`moved.py`).
 
 - For the host, a microbatch counts less between its forward and its backward, when it may be away, and in full from its
   I to its W, when it may not.
@@ -29,7 +29,7 @@ _PARTS = 0.34, 0.67, 1.0  # of the room that the other rank of a pair has
 
 @dataclass(frozen=True)
 class Way:
-    """Where moves lead, and their words."""
+    """The place to which moves lead, with the words of the moves away and back."""
 
     name: str
     out: Kind
@@ -51,7 +51,7 @@ class Lighter(Problem):
     """A problem in which a microbatch takes less memory between forward and backward, as if a part of it were away.
 
     Attributes:
-        away: this part.
+        away: the part that is away, from 0 to 1.
     """
 
     away: float = 0.0
@@ -129,7 +129,7 @@ def relaxed(problem: Problem, way: Way) -> list[Problem]:
 
 
 def may_move(problem: Problem, stage: int, microbatch: int) -> bool:
-    """Whether a microbatch may leave its stage: one that is recomputed stays where others are kept."""
+    """Whether a microbatch may leave its stage. If a stage keeps some microbatches, those that it recomputes stay."""
     number = problem.num_recomputed.get(stage, 0)
     return number in (0, problem.num_microbatches) or problem.keeps(stage, microbatch)
 

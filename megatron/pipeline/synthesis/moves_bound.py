@@ -1,30 +1,32 @@
-"""A time that no program of a problem beats, if microbatches may also leave their rank and come back.
+"""A lower bound on the time of a problem's programs if microbatches may also leave their rank and come back.
 
-Every program with moves is one without limits, if its moves are left out. So the bound without limits holds: the path
-and the turns of the ranks. Two more hold where copies take time, because they carry only so much away and back:
+A program with moves becomes a program without limits if its moves are left out. So the bound without limits holds: the
+path and the turns of the ranks. Two more bounds hold if copies take time, because copies then carry a limited amount:
 
 - **Fill and drain.** Until the first backward of a rank starts, at t, the rank computes the forwards that its limit
   holds, and those whose activations have left by then: at most t over the time of a copy. The wait t less this work is
-  least at the earliest t, or where another stage's forwards would be next. So it is with the backwards behind the last
-  forward and with what comes back until the end. Where all forwards stand before the first backward, the two waits
-  overlap. Then as much has left as the limit does not hold, and all backwards follow.
-- **Room.** A microbatch that leaves still takes room for its forward, for both copies, and for its backward. As many
-  leave as the copies have time for. What the microbatches hold over time, less what these save, fits under the limit.
+  least at the earliest t, or where another stage's forwards would be next. The same holds behind the last forward, for
+  the backwards of the microbatches that are held or come back. If all forwards stand before the first backward, the two
+  waits overlap. Then everything above the limit has left, and all backwards follow.
+- **Room.** A microbatch that leaves still takes room for its forward, for both copies, and for its backward. At most as
+  many leave as the copies have time for. The memory of all microbatches, summed over time, less the memory that leaving
+  saves, fits under the limit.
 
-To a pair rank both directions share one queue, and no more leaves than the other rank's limit holds. What both ranks
-hold over time fits under both limits. A program has one way for its moves, so for `best` the least bound holds.
+With a pair rank both directions share one queue, and no more leaves than the other rank's limit holds. The memory on
+both ranks, summed over time, fits under both limits. A program has one way for its moves, so for `best` the least bound
+holds.
 
-**With recomputes of any microbatches, too** (`bound_of_any_choice`), each of these is made weaker until it holds for
-every choice:
+**If any microbatches may be recomputed, too** (`bound_of_any_choice`), each of these bounds is weakened until it holds
+for every choice:
 
 - A program without its recomputes and its moves is one without limits that recomputes nothing. So the path and the
   turns hold if recomputes take no time and nothing has a limit.
-- For fill and drain, no microbatch that is there holds less than its input, and recomputes take no time.
-- The room is a trade. If all microbatches stayed and were kept, they would hold a certain size over time. One that is
-  recomputed holds less by what it saves between its forward and its recompute, and its rank computes longer. One that
-  moves holds less by what it saves while it is away, and its copies occupy their lanes. One that does both saves no
-  more than the two together. What recomputes and copies can save within a time grows with this time, and so does what
-  fits under the limit. So there is a least time at which all fits, and every program needs it.
+- For fill and drain, each microbatch that is there holds at least its input, and recomputes take no time.
+- The room is a trade. If all microbatches stayed and were kept, they would hold a certain size over time. A recomputed
+  microbatch holds less between its forward and its recompute, and its rank computes longer. A moved microbatch holds
+  less while it is away, and its copies occupy their lanes. A microbatch that is both saves at most the sum of the two
+  savings. The savings that recomputes and copies can make within a time grow with this time, and so does the room under
+  the limit. So there is a least time at which everything fits, and every program needs at least this time.
 """
 
 import math
@@ -105,7 +107,7 @@ def _most_away(problem: Problem, way: Way, rank: int, other: int) -> float:
 
 @dataclass(frozen=True)
 class _Copies:
-    """What copies can do for a rank.
+    """The memory that copies can carry away from a rank and back, and the time that they take.
 
     Attributes:
         out_rate, back_rate: the most that leaves and that comes back, in size per second.
@@ -133,7 +135,7 @@ class _Copies:
         return cls(*rates, most, lanes, both)
 
     def room(self, limit: float, rate: float, seconds: float) -> float:
-        """What a rank has room for, if copies may work for some seconds."""
+        """The memory that a rank has room for, if copies at `rate` may run for some seconds."""
         moved = rate if math.isinf(rate) else rate * max(0.0, seconds)
         return limit + min(self.most, moved)
 
@@ -185,7 +187,7 @@ def _least_idle(
 
 
 def _room(problem: Problem, rank: int, copies: _Copies) -> float:
-    """The bound from what the microbatches of a rank hold over time, if copies carry some of them away."""
+    """The bound from the memory that a rank's microbatches hold over time, if copies carry some of them away."""
     forwards, _ = own_places(problem, rank)
     total = problem.num_microbatches * held_over_time(problem, rank)
     head = path_seconds(problem, 0, forwards[0])
@@ -197,7 +199,7 @@ def _room(problem: Problem, rank: int, copies: _Copies) -> float:
 def _seconds_of_room(
     problem: Problem, rank: int, total: float, lane: dict[int, float], copies: dict[int, float]
 ) -> float:
-    """The least seconds for which what is held, less what copies of a lane save, fits under the limit of a rank."""
+    """The least seconds in which the memory held over time, less the savings of a lane's copies, fits the limit."""
     limit, time = problem.limit_of(rank), 0.0
     for saved, seconds in _saves_of_copies(problem, lane, copies):
         if not seconds:
@@ -211,8 +213,10 @@ def _seconds_of_room(
 
 
 def _saves_of_copies(problem: Problem, lane: dict[int, float], copies: dict[int, float]) -> list[tuple[float, float]]:
-    """For each stage of a rank, how much less it holds over time if all microbatches are copied, and the seconds of
-    that in a lane; what saves most in a second comes first."""
+    """The savings of a rank's stages if all microbatches are copied: memory over time, and the seconds in a lane.
+
+    The stage that saves most in a second comes first.
+    """
     end, saves = len(problem.path) - 1, []
     for stage, seconds in lane.items():
         kept = problem.seconds[problem.number_of[Kind.FORWARD, stage]] + copies[stage]
@@ -222,7 +226,7 @@ def _saves_of_copies(problem: Problem, lane: dict[int, float], copies: dict[int,
 
 
 def _room_of_pair(problem: Problem, rank: int, other: int) -> float:
-    """The bound from what both ranks of a pair hold over time, wherever."""
+    """The bound from the memory that both ranks of a pair hold over time, on whichever of them it lies."""
     heads = [path_seconds(problem, 0, own_places(problem, each)[0][0]) for each in (rank, other)]
     held = sum(held_over_time(problem, each) for each in (rank, other))
     limits = problem.limit_of(rank) + problem.limit_of(other)
@@ -230,17 +234,17 @@ def _room_of_pair(problem: Problem, rank: int, other: int) -> float:
 
 
 class _Trade:
-    """What a rank holds over time if it keeps everything, and what recomputes save of it.
+    """The memory that a rank holds over time if it keeps everything, and the part that recomputes save.
 
     Args:
-        problem: the stages that may recompute any of their microbatches, and what a recompute takes.
+        problem: has the stages that may recompute any of their microbatches, and the time of a recompute.
         turns: heads and tails if recomputes take no time and nothing has a limit.
         rank: the rank.
     """
 
     def __init__(self, problem: Problem, turns: Turns, rank: int) -> None:
         stages = [stage for stage in sorted(problem.recomputed) if problem.rank_of_stage[stage] == rank]
-        # What one microbatch takes whole may exceed a limit. Nobody asks for that here.
+        # Without recomputes one microbatch may exceed a limit, which does not matter here.
         self._whole, self._limit = (
             replace(problem, kept=(), recomputed=frozenset(), limits=math.inf),
             problem.limit_of(rank),
@@ -262,7 +266,7 @@ class _Trade:
         return _saved_within(self._saves, end - self._least)
 
     def least(self, copies: _Copies) -> float:
-        """The least time by which the rank is done and has had the room, with copies."""
+        """The least time by which the rank has done its work and its memory over time has fitted, with copies."""
         lanes: list[list[tuple[float, float]]] = []
         if copies.most:
             lanes = [_saves_of_copies(self._whole, each, copies.seconds) for each in copies.lanes]
@@ -274,7 +278,7 @@ class _Trade:
         return _least_time(fits, self._least)
 
     def least_with(self, other: "_Trade") -> float:
-        """The least time by which two ranks are done and have had the room together, wherever what is held lies."""
+        """The least time by which two ranks have done their work and their common memory over time has fitted."""
 
         def fits(end: float) -> bool:
             needs = sum(each._needs - each._saved_by(end) for each in (self, other))
@@ -293,7 +297,7 @@ def _saved_within(saves: Sequence[tuple[float, float]], seconds: float) -> float
 
 
 def _least_time(fits: Callable[[float], bool], time: float) -> float:
-    """The least time from `time` on at which something fits that then goes on to fit; not more than that."""
+    """The least time from `time` on at which `fits` holds, rounded down. From there on `fits` has to hold always."""
     if fits(time):
         return time
     low, high = time, 2 * time + 1.0

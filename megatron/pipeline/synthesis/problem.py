@@ -1,4 +1,4 @@
-"""What a program is synthesized for: the times of computations, the memory that they hold, and its limit on each rank.
+"""The problem that a program solves: the times of computations, the memory that they hold, and each rank's limit.
 
 All microbatches cost the same. So the j-th forward of a stage may as well be that of microbatch j, and so for each kind
 of computation: whatever order of microbatches a program has, renumbering them stage by stage gives a program that takes
@@ -23,7 +23,7 @@ from megatron.pipeline.simulate.costs import Costs, PerStage, spread
 NONE = -1
 ROUNDING = 1e-9
 """The part of a limit by which sums of sizes may exceed it."""
-_OWN_WORDS = COMPUTATIONS | MOVES | SWAPS  # what the passes do not add
+_OWN_WORDS = COMPUTATIONS | MOVES | SWAPS  # the words that the passes do not add
 
 Words = list[list[int]]
 """For each rank, the queues of its computations in their order."""
@@ -37,10 +37,11 @@ class Problem:
         rank_of_stage: the rank of each stage.
         num_microbatches: the number of microbatches of the batch.
         costs: seconds of computations and transfers. A transfer takes its bytes over the bandwidth, and its latency.
-        saved: for each stage, what a microbatch holds from its forward to the end of its I or B, in any unit.
-        deferred: for each stage, what it holds from then to the end of its W; None: as `saved`.
-        stage_input: for each recomputed stage, what a microbatch holds from its forward to its recompute.
-        limits: for each rank, the most that its stages may hold together; one number for all.
+        saved: for each stage, the memory that a microbatch holds from its forward to the end of its I or B, in any
+            unit.
+        deferred: for each stage, the memory that a microbatch holds from then to the end of its W; None: as `saved`.
+        stage_input: for each recomputed stage, the memory that a microbatch holds from its forward to its recompute.
+        limits: for each rank, the most memory that its stages may hold together; or one number for all ranks.
         splits: backwards are in halves, I and W.
         recomputed: the stages whose activations are recomputed.
         kept: the microbatches of these stages that are not recomputed. Their R takes no time in words, and programs
@@ -228,12 +229,12 @@ class Problem:
 
     @property
     def receives_ahead(self) -> range:
-        """How many computations a receive may stand ahead of the one that needs the tensor."""
+        """The numbers of computations by which a receive may stand before the one that needs the tensor."""
         return range(1, 5 if self.has_transfers else 2)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each queue, the queue of the same stage that a microbatch has to pass before; or NONE."""
+        """For each queue, the queue of the same stage that a microbatch has to pass directly before it; or NONE."""
         before, last = [NONE] * len(self.queues), {}
         for number, (_, stage) in enumerate(self.queues):
             before[number] = last.get(stage, NONE)
@@ -285,8 +286,7 @@ class Problem:
 
     @cached_property
     def takes(self) -> tuple[float, ...]:
-        """By queue, the memory that a computation occupies from its start on, in the unit of `saved`: the mean over
-        microbatches."""
+        """By queue, the memory that a computation occupies from its start on, as the mean over microbatches."""
         return tuple(map(_mean, self.takes_at))
 
     @cached_property
@@ -320,7 +320,7 @@ class Problem:
         return tuple(self.most_held(rank, self.one_microbatch(rank) * count) for rank in range(self.num_ranks))
 
     def one_microbatch(self, rank: int) -> list[int]:
-        """Return the computations of one microbatch on a rank, in the order that its path asks for."""
+        """Return the computations of one microbatch on a rank, in the order of its path."""
         own = self.queues_of_rank[rank]
         forwards = [each for each in own if self.queues[each][0] is Kind.FORWARD]
         rest = [[each for each in own if self.queues[each][1] == stage and each not in forwards]

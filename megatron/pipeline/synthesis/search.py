@@ -1,4 +1,4 @@
-"""The search for a program: words to begin with, the best of them improved in rounds, and a bound beside the result."""
+"""The search for a program: it improves the best first words in rounds, and gives a lower bound beside the result."""
 
 import hashlib
 import math
@@ -25,13 +25,13 @@ from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
 _PATTERNS, _MOVES = 200, 2_000  # of the first rounds; later ones make fewer patterns and more moves
-_SEEDS, _SHAKES = 2, 12  # the orders and the patterns that a round squeezes, and the number of changes
+_SEEDS, _SHAKES = 2, 12  # of a round: the orders, and the patterns, that it squeezes; and the changes that it makes
 _SWEEPS = 10  # the most pairs of sweeps for words to begin with
-_LONGEST = 10  # the most moves of a round, in those of the first one
+_LONGEST = 10  # the most moves of a round, as a multiple of those of the first round
 _KEPT = 6  # the number of different words that are improved in turns
 _SIMULATED = 3  # the number of words of which the simulator chooses one
 CHANGES, _MOVED = 40, 3  # the changes of a round of programs with moves, and the number of these that are completed
-_PARTS = 4  # the time for the moves of one way, where each set of limits has a time of 1
+_PARTS = 4  # the share of time for the moves of one way; the search under one set of limits has a share of 1
 _COMPUTATIONS = 1_200  # rounds of larger problems make fewer moves, so that a round takes about a second or two
 
 
@@ -45,10 +45,10 @@ class Synthesis:
         program: the complete program: computations, updates, versions, transfers.
         held: the most that each rank holds at any time, in the unit of `Problem.saved`.
         seconds: the simulated time of the batch.
-        bound: seconds that no program of the problem beats, by the words and placement of `problem`.
-        bound_from: which relaxation gives the bound.
-        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor.
-        begun_with: the order or pattern from which it was improved.
+        bound: a lower bound in seconds on every program with the words and the placement of `problem`.
+        bound_from: the relaxation that gives the bound, in words.
+        receives_ahead: a receive stands this many computations before the one that needs the tensor.
+        begun_with: the order or pattern that the search improved into this program.
         named: the fastest registered order that keeps the limits, and its seconds; None if none does.
         rounds: the number of rounds of each process.
         seed: the seed of the search.
@@ -125,7 +125,7 @@ class Synthesis:
 
     @property
     def _facts_of_moves(self) -> dict[str, object]:
-        """As JSON's values: the moves that programs may have over which the bound holds, and their seconds."""
+        """The moves that the programs under the bound may have, with their seconds, as values for JSON."""
         seconds = {way.name: dict(zip(("out", "back"), way.seconds(self.problem), strict=True)) for way in self.ways}
         return {"seconds_of_moves_to": seconds} if seconds else {}
 
@@ -140,8 +140,8 @@ class _Found:
     """Words with their seconds.
 
     Attributes:
-        name: what they are, or were improved from.
-        is_order: they are a registered order as it is.
+        name: the order or pattern that the words are, or from which they were improved.
+        is_order: whether the words are a registered order without any change.
     """
 
     seconds: float
@@ -152,7 +152,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Result:
-    """What one process found: its fastest words, the fastest registered order, and its number of rounds."""
+    """The result of one process: its fastest words, the fastest registered order, and its number of rounds."""
 
     pool: list[_Found]
     named: _Found | None
@@ -179,10 +179,10 @@ def synthesize(
         seconds: how long to search, without the time of the round that is under way then. The search ends sooner where
             the bound is reached.
         rounds: the number of rounds of each process, in place of `seconds`. The result then depends on nothing else but
-            the seed and the number of processes. With moves, as many for each set of relaxed limits.
+            the seed and the number of processes. With moves, each set of relaxed limits has this number of rounds.
         seed: the seed of all choices at random.
         processes: the number of processes.
-        known: words to begin with, too, such as those that were found for a smaller limit.
+        known: further words to begin with, such as those that were found for a smaller limit.
         done: called in the first process behind each round, with the part of the search that is over.
 
     Raises:
@@ -214,7 +214,7 @@ def synthesize(
         words = [("known words", each) for each in known] + list(named_words(problem))
         for each in problems:
             if number > 1 and rounds is None and time.monotonic() > begun + seconds * (number + 1) / parts:
-                number += 1  # the rounds so far have taken its time
+                number += 1  # earlier rounds have used up its time
             else:
                 words += [(one.name, one.words) for result in searched(each, bound) for one in result.pool]
         number += _PARTS
@@ -250,7 +250,7 @@ def _chosen(problem: Problem, bound: float, bound_from: str, results: list[_Resu
     """Return the fastest of the words found, as a program."""
     named = results[0].named
     best_words = _best([each for result in results for each in result.pool])
-    # The simulator also knows when receives are posted and channels are free, which may turn their order.
+    # The simulator also knows when receives are posted and channels are free, so other words may be fastest there.
     contenders = best_words[:_SIMULATED] if problem.has_transfers else best_words[:1]
     contenders = [*filter(None, [named]), *contenders]
     timed = [
@@ -278,8 +278,7 @@ def _chosen(problem: Problem, bound: float, bound_from: str, results: list[_Resu
 
 
 def _timed(problem: Problem, bare: Program, receives_ahead: int) -> tuple[float, int, Program]:
-    """Return the simulated seconds of a program with its receives so far ahead, and what the passes make of it,
-    proved."""
+    """Complete and prove a program. Return its simulated seconds, `receives_ahead`, and the complete program."""
     program = completed(bare, receives_ahead=receives_ahead)
     return simulate(program, problem.costs).makespan, receives_ahead, program
 
@@ -340,7 +339,7 @@ def part_of_round(problem: Problem) -> float:
 
 
 def _begin(problem: Problem, clock: Clock, known: Sequence[Words]) -> Iterator[_Found]:
-    """Yield known words, registered orders and, where these exceed limits, what list scheduling makes of them."""
+    """Yield known words, and registered orders; an order that exceeds limits is changed by list scheduling."""
     found = [("one microbatch after another", one_after_another(problem), False)]
     found += [("known words", words, False) for words in known]
     for name, words in named_words(problem):

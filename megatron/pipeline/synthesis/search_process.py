@@ -36,7 +36,7 @@ class SearchProcess(Generic[Found]):
         try:
             (self._folder / _ASKED).write_bytes(pickle.dumps(search))
             with open(self._folder / _LOG, "wb") as log:
-                # The process itself asks to end with this one: where this one has threads, no Python may run in a fork.
+                # The child itself asks to end with this process: if this one has threads, a fork may run no Python.
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__, str(self._folder), str(os.getpid())], stdin=subprocess.DEVNULL,
                     stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths},
@@ -54,7 +54,7 @@ class SearchProcess(Generic[Found]):
         """Wait until the search ends, and return its result.
 
         Raises:
-            ValueError: the process ended without a result, maybe since something killed it.
+            ValueError: the process ended without a result, for example because it was killed.
         """
         status = self._process.wait()
         with suppress(OSError):
@@ -71,7 +71,7 @@ class SearchProcess(Generic[Found]):
 
 def _main(folder: Path, parent: int) -> None:
     end_with_parent()
-    if os.getppid() != parent:  # which has ended before
+    if os.getppid() != parent:  # the parent has ended already
         return
     found = pickle.dumps(pickle.loads((folder / _ASKED).read_bytes())())
     (folder / f"{_FOUND}.part").write_bytes(found)

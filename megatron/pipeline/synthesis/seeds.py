@@ -177,7 +177,7 @@ class Patterns:
     def offsets(self, waits: Waits, *, moves: bool = True) -> list[float] | None:
         """Return when microbatch 0 passes each queue, or None where it finds no free place.
 
-        A W without a place may stand where other computations are, if `moves`: they move when words are timed.
+        If `moves`, a W without a free place may overlap other computations, which move when words are timed.
         """
         problem, period = self.problem, waits.period
         busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_ranks)]
@@ -209,7 +209,7 @@ class Patterns:
     def at_random(self, chance: random.Random) -> Waits:
         """Choose waits at random. Mostly the strides of two successive legs add up to a part of the period.
 
-        Where such legs pass the ranks in opposite directions, what meets on one rank then meets on none or on all.
+        If such legs pass the ranks in opposite directions, their computations then meet on no rank or on all ranks.
         """
         period = self.problem.unit * chance.choice(_PERIODS)
         strides = [0.0] * self._num_legs
@@ -274,10 +274,10 @@ def one_after_another(problem: Problem) -> Words:
 
 
 def listed(problem: Problem, words: Words) -> Words | None:
-    """Return words made by list scheduling: a free rank takes, of what is ready and fits, what `words` has first.
+    """Return words made by list scheduling: a free rank takes the first in `words` that is ready and fits its limit.
 
-    A forward leaves room for the forwards of later stages of its rank, so the oldest microbatch can always go on. None
-    where a limit is too small even so.
+    A forward leaves room for the forwards of later stages of its rank, so the oldest microbatch can always go on.
+    Returns None if a limit is too small even so.
     """
     m, ranks = problem.num_microbatches, problem.rank_of_queue
     turns: list[list[int]] = [[] for _ in problem.queues]

@@ -17,8 +17,8 @@ _SEARCHED = 3  # the most problems that are searched to the end
 def recomputed_sets(rank_of_stage: Sequence[int]) -> Iterator[frozenset[int]]:
     """Yield the sets of recomputed stages to try.
 
-    They are none, all, and those of about a quarter, a half and three quarters of the ranks, the first ones or the last
-    ones.
+    These are no stage, all stages, and the stages of the first or the last quarter, half and three quarters of the
+    ranks.
     """
     num_ranks = max(rank_of_stage) + 1
     cuts = sorted({max(1, part * num_ranks // 4) for part in (1, 2, 3)} - {num_ranks})
@@ -76,8 +76,7 @@ def synthesize_fastest(
 
 
 def bound_of(problem: Problem, *, moves: str = "none", recomputes_some: bool = False) -> tuple[float, str]:
-    """Return the bound in seconds over the programs that `synthesize_fastest` may find for a problem, and what it comes
-    from."""
+    """Return a lower bound in seconds on the programs that `synthesize_fastest` may find, and its origin in words."""
     ways = ways_of(moves, problem)
     if recomputes_some and _keeps(problem):
         return bound_of_any_choice(problem, ways) if ways else bound_of_any_recompute(problem)

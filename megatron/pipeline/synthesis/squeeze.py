@@ -6,7 +6,8 @@ later than before, and what follows the gaps moves up. A sweep with time running
 as it can be. Forwards thus leave room, and gaps gather where the next sweep fills them. This is the justification of
 project scheduling (Li and Willis 1992; Valls, Ballestin and Quintanilla 2005), with memory for the resource.
 
-Backwards, each computation waits for the one that waits for it, takes what it gives, and gives what it takes.
+In a backward sweep, a computation waits for the computations that otherwise wait for it. It occupies the memory that it
+otherwise frees, and frees the memory that it otherwise occupies.
 """
 
 import math
@@ -48,16 +49,14 @@ class Squeeze:
         )
 
     def loosened(self, words: Words, chance: random.Random) -> Words:
-        """Return the words after one sweep, onwards or backwards, that fills some gaps with computations that end too
-        late."""
+        """Return the words after one loose sweep, onwards or backwards: some gaps get computations that are too long."""
         loose = _Loose(self.problem.unit * chance.choice(_LATE), chance.choice(_PARTS), chance)
         if chance.random() < 0.5:
             return self._onwards.sweep(words, loose)
         return [word[::-1] for word in self._backwards.sweep([word[::-1] for word in words], loose)]
 
     def words(self, words: Words, most: int) -> tuple[float, Words]:
-        """Squeeze words without a deadlock by up to `most` pairs of sweeps. Return the seconds of the result, and the
-        result."""
+        """Squeeze words without a deadlock by up to `most` pairs of sweeps. Return the seconds and the words."""
         times = self.clock.times(words)
         assert times is not None, "words to squeeze have no deadlock"
         seconds, mean_start, best, vain = times.seconds, times.mean_start, words, 0
@@ -78,8 +77,8 @@ class _Loose:
     """How loose a sweep is.
 
     Attributes:
-        seconds: by how much what a rank takes for a gap may end too late.
-        part: the part of the gaps for which it may.
+        seconds: by how much a computation that a rank takes for a gap may end too late.
+        part: the part of the gaps in which a computation may end too late.
         chance: draws these gaps.
     """
 
@@ -97,7 +96,7 @@ class _Direction:
         followers: for each queue, the queue of another stage that waits for it, and the delay; or NONE.
         before: for each queue, the queue of its stage that a microbatch passes first; or NONE.
         seconds: for each queue, the seconds of its computations in their order.
-        takes, gives: what a computation holds from its start on, and no longer from its end on, likewise.
+        takes, gives: the memory that a computation occupies from its start on, and frees at its end, likewise.
     """
 
     problem: Problem
@@ -118,7 +117,7 @@ class _Sweep:
     """One sweep over words.
 
     Attributes:
-        made: for each rank, what it has taken so far.
+        made: for each rank, the computations that it has taken so far.
     """
 
     def __init__(self, way: _Direction, words: Words, loose: _Loose | None) -> None:
@@ -196,7 +195,7 @@ class _Sweep:
         return chosen
 
     def _fits(self, rank: int, queue: int, number: int) -> bool:
-        """Whether the rank keeps its limit if it takes a computation before what is left in front of it."""
+        """Whether the rank keeps its limit if it takes a computation before the others that are left before it."""
         takes, gives, taken = self._way.takes, self._way.gives, self._taken[rank]
         limit = self._way.problem.limit_of(rank) * (1 + ROUNDING)
         if not takes[queue][number] or math.isinf(limit):

@@ -1,13 +1,17 @@
 """Programs for weights that do not drain: the least period within the limits, and at this period the least memory.
 
-Under 2bw batches follow one another without a wait, so nothing is lost at their ends, and the busiest rank can always
-be busy. What is to gain is memory. A pattern (`seeds.py`) whose period is the time that the busiest rank computes for
-one microbatch loses no time, and the waits along its path decide what the ranks hold.
+Under 2bw batches follow one another without a wait, so no time is lost at their ends, and the busiest rank can always
+be busy. Only memory can be gained. A pattern (`seeds.py`) whose period is the time that the busiest rank computes for
+one microbatch loses no time, and the waits along its path decide how much the ranks hold.
 
-Three bounds hold for every program with the problem's placement, costs and limits that goes on for ever, also for those
-that repeat with several microbatches only. A rank cannot compute faster than it can. What a microbatch holds on a rank,
-summed over the time for which it holds it, has to fit into the period times what the rank holds. And a batch begins
-with weights that have the gradients of the batch before the last, so a microbatch has to have left by then.
+Three bounds on the period hold for every program with the problem's placement, costs and limits that goes on for ever,
+even if it repeats with several microbatches only:
+
+- The period is at least the time that a rank computes for one microbatch.
+- The memory of a microbatch on a rank, times the time for which it is held, is at most the period times the memory that
+  the rank may hold.
+- A batch begins with weights that have the gradients of the batch before the last, so the microbatches of that batch
+  have left by then.
 """
 
 import hashlib
@@ -33,7 +37,7 @@ _ATTEMPTS = 1_000  # of a round
 _PARENTS = 8
 _AT_RANDOM = 0.2  # the part of attempts that change no parent
 _PERIODS = 1.0, 1.0, 1.0, 1.01, 1.02, 1.05, 1.1, 1.2
-_STEP = 1.02  # of periods in turn
+_STEP = 1.02  # the factor between periods that are tried one after another
 _STRICTLY = 1e-6
 _NAMED = 3  # batches of a registered order: the second one starts when the pipeline is full
 _AFTER = 3  # batches behind the first whose pattern is whole: two that are alike, and one that drains
@@ -47,14 +51,14 @@ class Steady:
         problem: the problem that it solves; its microbatches are those of one batch.
         program: the complete program: computations, updates, versions, transfers.
         period: seconds of a microbatch in the pattern.
-        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor.
+        receives_ahead: a receive stands this many computations before the one that needs the tensor.
         seconds: the simulated time of a batch between fill and drain.
-        bound: seconds of a batch that no program of the problem beats.
-        bound_from: what the bound comes from.
+        bound: a lower bound on the seconds of a batch, for every program of the problem.
+        bound_from: the origin of the bound, in words.
         held: the most that each rank holds at any time, in the unit of `Problem.saved`.
-        least_held: for each rank, a lower bound of `held` at this period.
+        least_held: for each rank, a lower bound on `held` at this period.
         named: the most that a rank holds under each registered order that has the placement and does not drain.
-        begun_with: the registered order, or the name of the pattern, that it comes from.
+        begun_with: the registered order, or the name of the pattern, from which the program was made.
         rounds: the number of rounds of each process.
         seed: the seed of the search.
     """
@@ -176,7 +180,7 @@ def _made(
     rounds: tuple[int, ...] = (0,),
     seed: int = 0,
 ) -> Steady:
-    """Return the program of words, and what is known of it. `period`: None if it is as simulated."""
+    """Return the program of words with its figures. `period`: None: the simulated one."""
     bound, bound_from = _least_period(problem)
     bare, timed = problem.program(words, weights, num_batches), []
     for ahead in problem.receives_ahead:
@@ -207,13 +211,13 @@ def _made(
 
 
 def _least_period(problem: Problem) -> tuple[float, str]:
-    """Return the seconds of a microbatch that no program beats, and what they come from."""
+    """Return a lower bound on the seconds of a microbatch, and its origin in words."""
     found = []
     for rank in range(problem.num_ranks):
         found.append((problem.work(rank) / problem.num_microbatches, f"the work of rank {rank}"))
         found.append((held_over_time(problem, rank) / problem.room_of(rank), f"the room of rank {rank} over time"))
-    # From the first forward of a batch to that of the batch after the next, on stage 0: its other forwards, and the way
-    # of its last microbatch.
+    # On stage 0, from the first forward of a batch to that of the batch after the next: there have to be the other
+    # forwards of the batch, and the way of its last microbatch.
     m, forward = problem.num_microbatches, problem.seconds[problem.path[0]]
     found.append(((_latency(problem) + (m - 1) * forward) / (2 * m), "the way of a batch's last microbatch"))
     if not max(found)[0]:
@@ -231,7 +235,8 @@ def _latency(problem: Problem) -> float:
 def _least_held(problem: Problem, rank: int, period: float) -> float:
     """The least that a rank can hold at a period.
 
-    On the average over time it holds `held_over_time` / period. Where it holds one size only, it holds whole ones.
+    On the average over time it holds `held_over_time` / period. If its microbatches have one size only, the most that
+    it holds is a number of whole microbatches.
     """
     least, size = held_over_time(problem, rank) / period, problem.only_size(rank)
     if size:
@@ -244,11 +249,12 @@ def _least_held(problem: Problem, rank: int, period: float) -> float:
 
 @dataclass(frozen=True)
 class _Found:
-    """A pattern, and what its ranks hold.
+    """A pattern, and the memory that its ranks hold.
 
     Attributes:
-        score: less is better: what exceeds a limit, the period, what the fullest rank holds, all of them, the latency.
-        name: what it is.
+        score: less is better: the excess over limits, the period, the fullness of the fullest rank, the sum over all
+            ranks, the latency.
+        name: the name of the pattern.
     """
 
     score: tuple[float, ...]
@@ -288,8 +294,11 @@ def _search(
 
 
 def _without_waits(problem: Problem, patterns: Patterns, least: float) -> Iterator[_Found]:
-    """Yield the pattern without waits that has the least period at which it keeps the limits, in small steps from
-    `least` on; and the one that keeps all limits, in which a microbatch leaves before the next one begins."""
+    """Yield the pattern without waits at the least period that keeps the limits, and a pattern that always keeps them.
+
+    Periods are tried in small steps from `least` on. In the second pattern a microbatch leaves before the next one
+    begins.
+    """
     last, none, period = _one_after_another(problem, patterns), (0.0,) * 2 * problem.num_stages, least
     while period < last.waits.period:
         waits = Waits(period, none, none)
@@ -327,7 +336,7 @@ def _judged(problem: Problem, patterns: Patterns, waits: Waits, offsets: list[fl
     """
     latency = max(at + problem.seconds[queue] for queue, at in enumerate(offsets))
     until = (problem.num_microbatches + 1) * waits.period
-    if latency > until * (1 + ROUNDING) or max(offsets) >= until * (1 - _STRICTLY):  # also where it takes no time
+    if latency > until * (1 + ROUNDING) or max(offsets) >= until * (1 - _STRICTLY):  # the last may take no time
         return None
     held = patterns.held(offsets, waits.period)
     parts = [each / scale for each, scale in zip(held, _scales(problem), strict=True)]
@@ -336,24 +345,24 @@ def _judged(problem: Problem, patterns: Patterns, waits: Waits, offsets: list[fl
 
 
 def _is_least(problem: Problem, bound: float, found: _Found) -> bool:
-    """Whether nothing has a smaller period, or with this one a fullest rank that holds less."""
+    """Whether, by the bounds, no program has a smaller period, nor a less full fullest rank at this period."""
     period = found.waits.period
     least = [_least_held(problem, rank, period) / scale for rank, scale in enumerate(_scales(problem))]
     return period <= bound * (1 + ROUNDING) and not found.score[0] and found.score[2] <= max(least) * (1 + ROUNDING)
 
 
 def _keeps(problem: Problem, found: _Found) -> bool:
-    """Whether the words keep the limits, where sizes that come and go at one time are taken one after another."""
+    """Whether the words keep the limits. In words, memory that comes and goes at one time does so one by one."""
     return problem.accepts(_words(problem, found)[0])
 
 
 def _scales(problem: Problem) -> list[float]:
-    """What the fullness of each rank is counted in: its limit, or 1 where nothing limits it."""
+    """The unit of each rank's fullness: its limit, or 1 without a limit."""
     return [1.0 if math.isinf(limit) else limit for limit in map(problem.limit_of, range(problem.num_ranks))]
 
 
 def _words(problem: Problem, found: _Found) -> tuple[Words, int]:
-    """Return the words of as many batches as show how the pattern goes on, from its fill to its drain; their number."""
+    """Return the words of a pattern from fill to drain, with enough batches to show how it repeats; and their number."""
     period, turn = found.waits.period, {queue: place for place, queue in enumerate(problem.path)}
     cycles, places = [], []
     for queue, at in enumerate(found.offsets):

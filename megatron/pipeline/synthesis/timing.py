@@ -1,4 +1,4 @@
-"""When the computations of words start, if each begins as soon as its rank and its input are ready."""
+"""The times of words, if each computation starts as soon as its rank and its input are ready."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ class Times:
 
 
 class Clock:
-    """Times words of one problem. Transfers delay, and do not queue for their channel, which the simulator adds.
+    """Times words of one problem. A transfer is a mere delay here; only the simulator has it wait for its channel.
 
     Args:
         problem: the problem.
-        sources: for each queue, the queue that it waits for, and the delay; None: as the problem says.
-        seconds: the seconds of each microbatch's computation of each queue; None: as the problem says.
+        sources: for each queue, the queue that it waits for, and the delay; None: those of the problem.
+        seconds: the seconds of each microbatch's computation of each queue; None: those of the problem.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Clock:
 
         Args:
             words: the words.
-            known: the times of words that differ from these on one rank only, and there from `place` on. Whatever
-                starts before that place keeps its times.
+            known: the times of words that differ from these on one rank only, and there from `place` on. Computations
+                that start before that place keep their times.
             rank, place: where the words differ.
         """
         sources, seconds, wakes = self._sources, self._seconds, self._wakes
