@@ -3,8 +3,8 @@
 STEP@v stands before REDUCE_NORM@v, and VALIDATE@v is the last link of the chain (`updates`). That proof also shows that
 a rank has at most one step that is not validated, and no gradients of the next batch before the VALIDATE.
 
-Proof: nothing that stands before the VALIDATEs of version v waits for anything behind them. Each receive before its
-rank's VALIDATE@v has its send before the other rank's.
+Proof: no instruction before the VALIDATEs of version v waits for an instruction behind them. The send of each receive
+before its rank's VALIDATE@v stands before the VALIDATE@v of the sending rank.
 
 **A program with ROLLBACK@v** is one in which all ranks refuse the STEP to version v. It is proved in two parts:
 

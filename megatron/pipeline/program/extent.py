@@ -78,7 +78,7 @@ class Tied:
 
 
 class Kept(NamedTuple):
-    """The microbatch at a position of each batch, whose activations a stage keeps although it recomputes others."""
+    """A position in each batch whose microbatch a stage does not recompute, although it recomputes others."""
 
     stage: int
     position: int

@@ -7,9 +7,9 @@ With one unit of time for each F, I and W, on two stages:
     stage 1    . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 These are the turns of every second stage of ZB-H1 on 2p-1 stages, so each stage holds 2p-1 microbatches. No stage idles
-between its first and its last computation. What is left of the bubble is that stage s begins s forwards late, (p-1)f in
-all. The paper lets the next batch begin before the last stage has ended, and takes the step back if a gradient has
-overflowed or is clipped. Here each batch uses the true update of the batch before, so this part stays.
+between its first and its last computation. The rest of the bubble is the late start: stage s begins s forwards late,
+(p-1)f in all. The paper lets the next batch begin before the last stage has ended, and takes the step back if a
+gradient has overflowed or is clipped. Here each batch uses the true update of the batch before, so this part stays.
 """
 
 from collections.abc import Sequence

@@ -156,7 +156,7 @@ class Turns:
     def of_rank_again(self, rank: int, stage: int, seconds: float, count: int) -> float:
         """Return the bound of `of_rank` with `count` recomputes of a stage, which take `seconds` each."""
         forward, back = (self._problem.number_of[kind, stage] for kind in (Kind.FORWARD, self._problem.begins_backward))
-        # The k-th microbatch that is recomputed is not before the k-th one, and not behind that from the end.
+        # The k-th recomputed microbatch is microbatch k or a later one; counted from the end, likewise.
         again = [(self.ends[forward][k], seconds, self.rests[back][count - 1 - k]) for k in range(count)]
         return self.of_rank(rank, again)
 
@@ -271,7 +271,7 @@ def size_per_second(kind: tuple[float, float]) -> float:
 
 
 def most_work(kinds: list[tuple[float, float]], limit: float, count: int) -> float:
-    """The most seconds of `count` computations of each kind (seconds, size) whose sizes fit a limit; parts count."""
+    """The most seconds of up to `count` computations of each kind (seconds, size) within a limit; fractions count."""
     total = 0.0
     for seconds, size in sorted(kinds, key=size_per_second):
         number = count if size <= 0 else min(count, max(0.0, limit) / size)

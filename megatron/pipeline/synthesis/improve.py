@@ -31,7 +31,7 @@ class Climb:
     """Improves words of one problem.
 
     Attributes:
-        words: the words as the moves so far have left them.
+        words: the current words.
         best: the fastest words so far, with their seconds.
     """
 

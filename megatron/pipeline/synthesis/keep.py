@@ -157,7 +157,7 @@ def _recomputing(
     problem: Problem, synthesized: partial[Synthesis], seconds: float, known: Sequence[Words],
     done: Callable[[float], None],
 ) -> Synthesis:  # fmt: skip
-    """Search for the fastest program without moves. `synthesized`: `synthesize` with its effort except for `seconds`."""
+    """Search for the fastest program without moves. `synthesized`: `synthesize` with its effort, without `seconds`."""
     all_recomputed = replace(problem, kept=())
     runs, found = 1 + _CHOICES * _TURNS, []
 
@@ -184,7 +184,7 @@ def _recomputing(
 
 
 def _cheapest(problem: Problem, begin: Sequence[Words]) -> list[tuple[Problem, Words]]:
-    """Choose for each of the words, and return the problems and words of the fastest, which differ in their choice."""
+    """Choose kept microbatches for each of the words. Return the fastest problems and words with different choices."""
     found = []
     for words in begin:
         kept = kept_microbatches(problem, words)

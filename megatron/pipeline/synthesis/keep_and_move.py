@@ -112,7 +112,7 @@ def _changed(begin: _Either, bound: float, more: Callable[[int], bool], seed: in
         if chooses:
             try:
                 mover = mover.keeping(_rechosen(mover.problem, chance))
-            except ValueError:  # one microbatch with all that it keeps exceeds the limit
+            except ValueError:  # one microbatch with its kept activations exceeds the limit
                 continue
         ways = relaxed(mover.problem, mover.way)
         if not ways:
@@ -134,7 +134,7 @@ def _changed(begin: _Either, bound: float, more: Callable[[int], bool], seed: in
 
 
 def _rechosen(problem: Problem, chance: random.Random) -> Problem:
-    """Return the problem with a few microbatches of a stage kept that were not, or the other way round."""
+    """Return the problem with a few microbatches of a stage kept that were recomputed, or the other way round."""
     stage, kept, keeps = chance.choice(sorted(problem.recomputed)), set(problem.kept), chance.random() < 0.5
     ours = [Kept(stage, each) for each in range(problem.num_microbatches)]
     among = [each for each in ours if (each in kept) == keeps] or ours

@@ -234,7 +234,7 @@ class _Row:
         return False
 
     def _bring_back(self, place: int) -> bool:
-        """Bring back microbatches that the next computations need. Returns whether this computation's is there."""
+        """Bring back microbatches that the next computations need. Returns whether this computation has its own."""
         for item in sorted(self._away, key=self._needed_at.__getitem__):
             needed_at = self._needed_at[item]
             if needed_at > place + self._ahead.back:

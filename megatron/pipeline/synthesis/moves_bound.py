@@ -101,7 +101,7 @@ def _bound(problem: Problem, way: Way) -> tuple[float, str]:
 
 
 def _most_away(problem: Problem, way: Way, rank: int, other: int) -> float:
-    """The most that may be away from a rank whose pair rank is the other one."""
+    """The most memory that may be away from `rank`, whose pair rank is `other`."""
     return math.inf if way is HOST else problem.limit_of(other) if rank != other else 0.0
 
 
@@ -253,7 +253,7 @@ class _Trade:
         self._least = self._head + work
         m, costs = problem.num_microbatches, problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE]
         self._saves = sorted(((less[each], m * costs[each]) for each in stages), key=lambda each: -_ratio(*each))
-        self._ends: list[float] | None = None  # with one such stage, when the rank is done with so many recomputes
+        self._ends: list[float] | None = None  # with one such stage: number of recomputes -> least end of the rank
         if len(stages) == 1:
             again = (turns.of_rank_again(rank, stages[0], costs[stages[0]], count) for count in range(m + 1))
             self._less, self._ends = less[stages[0]] / m, list(accumulate(again, max))
@@ -288,7 +288,7 @@ class _Trade:
 
 
 def _saved_within(saves: Sequence[tuple[float, float]], seconds: float) -> float:
-    """The most that is saved within some seconds; saves are for all microbatches, and parts count."""
+    """The most that is saved within some seconds. `saves`: (saved, seconds) for all microbatches; fractions count."""
     total = 0.0
     for saved, takes in saves:
         part = 1.0 if takes <= seconds else max(0.0, seconds / takes)

@@ -22,7 +22,7 @@ from megatron.pipeline.simulate.costs import Costs, PerStage, spread
 
 NONE = -1
 ROUNDING = 1e-9
-"""The part of a limit by which sums of sizes may exceed it."""
+"""The fraction of a limit by which sums of sizes may exceed the limit, because of rounding."""
 _OWN_WORDS = COMPUTATIONS | MOVES | SWAPS  # the words that the passes do not add
 
 Words = list[list[int]]

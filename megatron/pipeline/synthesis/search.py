@@ -334,7 +334,7 @@ def _search(
 
 
 def part_of_round(problem: Problem) -> float:
-    """The part of its moves that a round of a large problem makes."""
+    """The part of a round's moves that a round of this problem makes: 1, or less for a large problem."""
     return min(1.0, _COMPUTATIONS / (problem.num_microbatches * len(problem.queues)))
 
 

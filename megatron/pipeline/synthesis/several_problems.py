@@ -88,12 +88,12 @@ def _keeps(problem: Problem) -> bool:
 
 
 def _is_alike(one: Problem, other: Problem) -> bool:
-    """Whether words for one problem are words for the other, but for its limits."""
+    """Whether words for one problem are words for the other, except for its limits."""
     return (one.rank_of_stage, one.recomputed) == (other.rank_of_stage, other.recomputed)
 
 
 def _leading(found: Sequence[Synthesis]) -> list[Synthesis]:
-    """Return the fastest, and behind it those whose problem could have a faster program; fastest first."""
+    """Return the fastest result, then the others whose bound allows a faster program; fastest first."""
     if not found:
         return []
     first, *others = sorted(found, key=lambda each: each.seconds)

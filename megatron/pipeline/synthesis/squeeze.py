@@ -49,7 +49,7 @@ class Squeeze:
         )
 
     def loosened(self, words: Words, chance: random.Random) -> Words:
-        """Return the words after one loose sweep, onwards or backwards: some gaps get computations that are too long."""
+        """Return the words after a loose sweep, onwards or backwards: some gaps get computations that end too late."""
         loose = _Loose(self.problem.unit * chance.choice(_LATE), chance.choice(_PARTS), chance)
         if chance.random() < 0.5:
             return self._onwards.sweep(words, loose)
@@ -195,7 +195,7 @@ class _Sweep:
         return chosen
 
     def _fits(self, rank: int, queue: int, number: int) -> bool:
-        """Whether the rank keeps its limit if it takes a computation before the others that are left before it."""
+        """Whether the rank keeps its limit if it takes a computation before those in front that it has not taken."""
         takes, gives, taken = self._way.takes, self._way.gives, self._taken[rank]
         limit = self._way.problem.limit_of(rank) * (1 + ROUNDING)
         if not takes[queue][number] or math.isinf(limit):

@@ -294,7 +294,7 @@ def _search(
 
 
 def _without_waits(problem: Problem, patterns: Patterns, least: float) -> Iterator[_Found]:
-    """Yield the pattern without waits at the least period that keeps the limits, and a pattern that always keeps them.
+    """Yield the pattern without waits at the least period that keeps the limits, and one that always keeps them.
 
     Periods are tried in small steps from `least` on. In the second pattern a microbatch leaves before the next one
     begins.
@@ -362,7 +362,7 @@ def _scales(problem: Problem) -> list[float]:
 
 
 def _words(problem: Problem, found: _Found) -> tuple[Words, int]:
-    """Return the words of a pattern from fill to drain, with enough batches to show how it repeats; and their number."""
+    """Return the words of a pattern from fill to drain, over enough batches to show how it repeats; and their count."""
     period, turn = found.waits.period, {queue: place for place, queue in enumerate(problem.path)}
     cycles, places = [], []
     for queue, at in enumerate(found.offsets):

@@ -32,8 +32,8 @@ done at the stage; if predictions read 0 microbatches, it takes the update of ST
 - With `provisional_microbatches`, all stages read the same number of microbatches. If more are done at a stage, HOLD
   copies the gradients when that number is done.
 - On the last stage all backwards of batch t-1 are done. The chain, which reduces the gradients in place, stands after
-  PREDICT, so that PREDICT can read them first. PREDICT waits for what is posted of the chain, so the chain stands there
-  even if PREDICT reads nothing: its REDUCE_EMBED may wait for a rank that waits for this one.
+  PREDICT, so that PREDICT can read them first. PREDICT waits for the posted part of the chain, so the chain stands
+  there even if PREDICT reads nothing: its REDUCE_EMBED may wait for a rank that waits for this one.
 - Sums over replicas or stages for a prediction are reduced in the chain. REDUCE_PARTIAL reduces the copied gradients
   over the replicas. REDUCE_PARTIAL_EMBED reduces the gradients of tied embeddings over the two stages, and over the
   replicas if that is wanted. It copies and reads as many microbatches as both stages have done, so that the embeddings
