@@ -45,8 +45,12 @@ class FlagFileParser(argparse.ArgumentParser):
     def parse_all(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse all words. Returns the namespace without flags of invalid values, the words that belong to no flag, and
-        a sentence for each mistake."""
+        """Parse all words, and collect the mistakes.
+
+        Returns:
+            The namespace without flags of invalid values, the words that belong to no flag, and a sentence for each
+            mistake.
+        """
         self._mistakes = []
         self._unmatched.clear()
         namespace, rest = super().parse_known_args(args, namespace)

@@ -144,8 +144,9 @@ RULES: dict[str, Callable[[FreezeSettings], FreezeRule]] = {
     "gradients": lambda settings: ByGradients(settings.num_layers, settings.alpha),
     "schedule": lambda settings: ByHand(settings.num_layers, settings.counts),
 }
-"""Value of --freeze-rule -> a function that makes the rule; users add their own. It raises ValueError for settings that
-it cannot use."""
+"""Value of --freeze-rule -> a function that makes the rule; users add their own.
+
+The function raises ValueError for settings that it cannot use."""
 
 
 class LayerNorms:

@@ -66,8 +66,10 @@ class CacheFolder:
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
-        """A block that holds the folder's lock exclusively. Raises TimeoutError if the lock is not free within
-        `patience` seconds."""
+        """A block that holds the folder's lock exclusively.
+
+        Raises TimeoutError if the lock is not free within `patience` seconds.
+        """
         end = time.monotonic() + patience
         while not try_lock(self._lock, fcntl.LOCK_EX):
             if time.monotonic() > end:
@@ -199,8 +201,10 @@ def unlock_and_close(file: int) -> None:
 
 
 def write_all(file: int, content: memoryview, begin: int | None = None) -> None:
-    """Write all of `content` at byte `begin`, or at the file's position if it is None. Raises OSError if the disk
-    cannot take all of it."""
+    """Write all of `content` at byte `begin`, or at the file's position if it is None.
+
+    Raises OSError if the disk cannot take all of the content.
+    """
     while content:
         written = os.write(file, content) if begin is None else os.pwrite(file, content, begin)
         content, begin = content[written:], None if begin is None else begin + written

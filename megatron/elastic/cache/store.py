@@ -200,8 +200,10 @@ class CacheStore:
             index.file = None
 
     def _delete_unneeded(self, names: Sequence[str] | None) -> None:
-        """Delete the indexes in `names` (None: all indexes) that no process needs, and files of values without an
-        index."""
+        """Delete indexes that no process needs, and files of values without an index.
+
+        `names`: the indexes to look at; None: all.
+        """
         sizes = self._folder.sizes()
         for name in sizes if names is None else names:
             if name.endswith(".index") and name in sizes:

@@ -1,8 +1,7 @@
-"""Proofs of predicted weights: of whole batches (`2bw-provisional`), and of single forwards (`stale-predicted`,
-`stale-provisional`).
+"""Proofs of predicted weights, for whole batches and for single forwards.
 
-**A batch** is computed at a prediction of its version, made from the gradients that the program names. PREDICT@t takes
-the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t comes
+**A batch** under `2bw-provisional` is computed at a prediction of its version, made from the gradients that the program
+names. PREDICT@t takes the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t comes
 
 - after STEP@(t-1), if the program contains it, since the prediction starts from its weights; and after PREDICT@(t-1);
 - after the backwards of exactly the microbatches of batch t-1 that it reads, since it reads the whole gradient buffer.

@@ -1,5 +1,7 @@
-"""Proofs for weights that live on the host: every computation finds its weights on the device, few are there at once,
-and each stage's gradients reach the host complete and are applied once.
+"""Proofs for weights that live on the host, and for the gradients that go there.
+
+Every computation finds its weights on the device, few weights are there at once, and each stage's gradients reach the
+host complete and are applied once.
 
 **Weights.** A rank has room for the weights of K stages (`Program.residency`). In the order of its row:
 

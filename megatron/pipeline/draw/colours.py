@@ -21,8 +21,9 @@ COLOURS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "moss": (("#4b8a3d",), ("blue",)),
     "pink": (("#e9a3a3",), ("blue",)),
 }  # fmt: skip
-"""Name of a colour -> its shades in pictures, from the lightest, and its shades in a terminal, by rich's names. Weight
-versions, or the stages of a rank, take the shades in turn."""
+"""Name of a colour -> its shades in pictures, from the lightest, and its shades in a terminal, by rich's names.
+
+Weight versions, or the stages of a rank, take the shades in turn."""
 
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 HATCH, HATCHED, BORDER, CRITICAL = "#1f5c22", "#cde9c6", "#222222", "#a3009a"

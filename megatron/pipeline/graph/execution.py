@@ -143,8 +143,9 @@ class Channels:
 START = 0  # the node that all others stand behind, at time 0
 
 Take = tuple[Kind, tuple[int, ...]]
-"""The time of a node, as a kind and its stages: the sum of the kind's times at these stages. For a reduction that ranks
-share, the longest of these times."""
+"""The time of a node, as a kind and stages: the sum of the kind's times at these stages.
+
+For a reduction that ranks share, it is the longest of these times."""
 
 
 MOVES, LANES, REDUCTIONS = "moves", "lanes", "reductions"

@@ -174,10 +174,10 @@ class Groups:
 
 
 class LossCounts:
-    """The counts of losses: a call with a batch and n returns the count of its first n microbatches, as the mean over
-    the replicas.
+    """The counts of losses, which ranks exchange through the store.
 
-    If losses are means, or a norm is computed before each step, no count is written, and a microbatch counts as 1.
+    A call with a batch and n returns the count of the batch's first n microbatches, as the mean over the replicas. If
+    losses are means, or a norm is computed before each step, no count is written, and a microbatch counts as 1.
     """
 
     def __init__(self, ranks: Ranks) -> None:

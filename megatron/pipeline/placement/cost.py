@@ -288,9 +288,8 @@ def required_bandwidth(num_bytes: float, *, forward_seconds: float) -> float:
 
 
 def required_steady_bandwidth(num_bytes: float, *, forward_seconds: float) -> float:
-    """The bandwidth in GB/s at which an eviction and a load take as long as a backward and a forward: equations 10 to
-    12.
+    """The bandwidth in GB/s at which an eviction and a load take as long as a backward and a forward.
 
-    A backward counts as two forwards.
+    These are equations 10 to 12. A backward counts as two forwards.
     """
     return 2 / 3 * required_bandwidth(num_bytes, forward_seconds=forward_seconds)

@@ -120,8 +120,10 @@ def inverse(mapping: Sequence[int]) -> Mapping:
 
 
 def check_mapping(ranks: object, world_size: int, *, source: str) -> Mapping:
-    """Return `ranks` as a mapping. Raises ValueError, which names `source`, if `ranks` is not a permutation of
-    range(world size)."""
+    """Return `ranks` as a mapping.
+
+    Raises ValueError, which names `source`, if `ranks` is not a permutation of range(world size).
+    """
     if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
         raise ValueError(f"{source} is no list of whole numbers; write the logical rank of each slot, as [0, 3, 1, 2]")
     if len(ranks) != world_size:

@@ -64,8 +64,10 @@ class SlotGroups:
 
 
 def slot_groups_of(topology: Topology, tensor: int) -> SlotGroups:
-    """The slot groups of `topology` for tensor parallel groups of `tensor` ranks. `tensor` must divide the number of
-    slots."""
+    """The slot groups of `topology` for tensor parallel groups of `tensor` ranks.
+
+    `tensor` must divide the number of slots.
+    """
     assert topology.num_slots % tensor == 0
     groups, left_over, slot = [], [], 0
     for index, node in enumerate(topology.nodes):
@@ -105,8 +107,10 @@ class Assignment:
         self.members: list[list[int]] = []
 
     def set(self, location_of: Sequence[int]) -> float:
-        """Start from the given location of each unit. Returns the cost in seconds, in addition to the cost of the same
-        traffic within locations."""
+        """Start from the given location of each unit, and return the cost in seconds.
+
+        The cost is the time beyond that of the same traffic within locations.
+        """
         self.location_of = list(location_of)
         self.members = [[] for _ in self.capacities]
         self.replicas = [Counter() for _ in range(self.num_stages)]  # by stage: number of replicas by location
@@ -208,8 +212,10 @@ def _num_assignments(capacities: list[int]) -> int:
 
 
 def _exact(assignment: Assignment) -> list[int]:
-    """The best of all assignments, by branch and bound: units are placed in order, and a branch is cut when its cost
-    reaches the best one found."""
+    """The best of all assignments, by branch and bound.
+
+    Units are placed in order, and a branch is cut when its cost reaches the best cost found.
+    """
     num_units, free = assignment.num_units, list(assignment.capacities)
     can_bound = min(assignment.extra) >= 0
     locations: list[int] = []
@@ -243,8 +249,10 @@ def _exact(assignment: Assignment) -> list[int]:
 
 
 def _arrangements(degrees: Degrees, groups: SlotGroups) -> Iterator[list[int]]:
-    """Yield regular arrangements, each as locations by unit: blocks of replicas by stages that fit a node, laid out one
-    after another."""
+    """Yield regular arrangements, each as locations by unit.
+
+    Each arrangement lays out blocks of replicas by stages that fit a node, one after another.
+    """
     capacities = groups.capacities
     by_size = sorted(range(len(capacities)), key=lambda location: -capacities[location])
     for stages in (list(range(degrees.pipeline)), pair_order(degrees.pipeline)):
@@ -309,10 +317,9 @@ def _searched(assignment: Assignment, arrangements: Iterable[list[int]]) -> list
 
 
 def _improve(assignment: Assignment, locations: Sequence[int], budget: int) -> tuple[float, int]:
-    """Set `locations`, and exchange pairs and units until no exchange lowers the cost or `budget` exchanges were
-    evaluated.
+    """Set `locations`, and exchange pairs and units as long as an exchange lowers the cost.
 
-    Returns the cost and the rest of the budget.
+    The search ends early when `budget` exchanges have been evaluated. Returns the cost and the rest of the budget.
     """
     cost = assignment.set(locations)
     threshold = -1e-12 * (abs(cost) + 1e-30)

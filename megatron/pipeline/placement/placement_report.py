@@ -100,8 +100,10 @@ def make_report(
 
 
 def label(rank: int, degrees: Degrees) -> str:
-    """A rank and its place in the model with the names of Figure 6, such as `3: PP 1 TP 1`. Degrees of 1 are left
-    out."""
+    """A rank and its place in the model with the names of Figure 6, such as `3: PP 1 TP 1`.
+
+    Degrees of 1 are left out.
+    """
     coordinates = degrees.coordinates(rank)
     parts = (
         ("PP", coordinates.stage, degrees.pipeline),
@@ -172,11 +174,10 @@ _WITHIN, _CROSSING, _INK = "#666666", "#c8102e", "#1a1a1a"
 
 
 def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "Figure":
-    """Draw a report, and write the figure to `path` in the format of its suffix (.png, .svg, .pdf) unless `path` is
-    None.
+    """Draw a report, and write the figure to `path` unless it is None.
 
-    The lines that join pairs have the gid "pair" or "pair-crossing". Raises ValueError for more than 64 nodes, or for a
-    suffix that is not an image format.
+    The suffix of `path` (.png, .svg, .pdf) decides the format. The lines that join pairs have the gid "pair" or
+    "pair-crossing". Raises ValueError for more than 64 nodes, or for a suffix that is not an image format.
     """
     topology = report.topology
     num_nodes, widest = len(topology.nodes), max(node.gpus for node in topology.nodes)

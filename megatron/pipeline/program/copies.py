@@ -173,8 +173,7 @@ class PeersOfCopy:
                 self._at[position][copies[peer].stage] = peer
 
     def of(self, position: int) -> Mapping[int, int]:
-        """Return, for the microbatch at a position of a batch: neighbouring stage of the model -> the copy that takes
-        the microbatch.
+        """Return the peers for the microbatch at a position of a batch: neighbouring stage of the model -> its copy.
 
         Raises KeyError if this copy does not take the microbatch.
         """

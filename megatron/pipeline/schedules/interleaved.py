@@ -167,8 +167,9 @@ class Relay(Interleaved):
         """Accept any batch: a batch is one full group."""
 
     def max_in_flight(self, stage: int) -> int | None:
-        """Return None (a whole batch), except for the last stage of a rank, which alternates forwards and backwards,
-        and for a frozen stage, which has none in flight.
+        """Return None (a whole batch), except for a rank's last stage and for a frozen stage.
+
+        The last stage of a rank alternates forwards and backwards. A frozen stage has no microbatch in flight.
         """
         if stage < self.graph.num_frozen:
             return 0

@@ -95,9 +95,10 @@ def description(schedule: PipelineSchedule, name: str, num_microbatches: int) ->
 
 
 LOOKS_UP_GRADIENTS = "2.6.0"
-"""The first Transformer Engine whose linear layers (`Linear`, `LayerNormLinear`, `LayerNormMLP`) look up a weight's
-`main_grad` in the backward. Older versions read it in the forward (2.0 to 2.5), or from the weight that the autograd
-graph has saved, which need not be the parameter (1.x)."""
+"""The first Transformer Engine whose linear layers look up a weight's `main_grad` in the backward.
+
+The layers are `Linear`, `LayerNormLinear` and `LayerNormMLP`. Older versions read `main_grad` in the forward (2.0 to
+2.5), or from the weight that the autograd graph has saved, which need not be the parameter (1.x)."""
 
 PUTS_GRADIENTS_OFF = "2.3.0"
 """The first Transformer Engine whose linear layers can put weight gradients off (`delay_wgrad_compute`)."""
@@ -112,8 +113,10 @@ def installed_version() -> str:
 
 
 def engine_keeps_main_grad(version: str) -> bool:
-    """Whether this version of Transformer Engine ("2.5.0+a1b2c3") adds gradients to the buffer that was current in the
-    forward."""
+    """Whether this version of Transformer Engine adds gradients to the buffer that was current in the forward.
+
+    `version`: such as "2.5.0+a1b2c3".
+    """
     return Version(version) < Version(LOOKS_UP_GRADIENTS)
 
 
