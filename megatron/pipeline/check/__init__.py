@@ -87,7 +87,7 @@ class CheckReport:
             on the device.
         evicted_microbatches: per stage, the number of microbatches that move to the pair stage and back.
         peak_unvalidated_steps: per rank, the largest number of steps that are not validated. For each of them the rank
-            keeps a copy of the state that it has changed. Empty if steps are not optimistic.
+            keeps a copy of the state that the step has changed. Empty if steps are not optimistic.
         swapped_microbatches: per stage, the number of microbatches whose saved activations move to the host and back.
         peak_on_host: per rank, the largest number of microbatches whose saved activations are on the host, over all its
             stages.

@@ -60,7 +60,7 @@ class Pipeline:
         replicas: the number of pipelines, each of consecutive ranks, if no group is given.
         clip_grad: the largest norm of all gradients together; 0: gradients are not clipped.
         recompute: whether to save only the inputs of each stage, and to recompute its activations for the backward.
-        provisional: whether to predict the weights of 2bw from the gradients that are there.
+        provisional: whether to predict the weights of 2bw from the gradients that are available so far.
         error_feedback: whether to predict the weights of 2bw by taking the last update again, instead of `provisional`.
         autocast: the dtype in which modules and loss compute under ``torch.autocast``: bfloat16, or None.
         tied: this rank's copy of a parameter that the first and the last stage share; None on the other ranks. The

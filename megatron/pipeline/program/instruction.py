@@ -135,7 +135,7 @@ class Word:
             from its end.
         keeps: the gradients that the word copies for a prediction, `gradients` or `tied_gradients`: the attribute of
             `simulate.memory_curve.MemorySizes` with their bytes.
-        frees_gradients: whether the last such word of a version ends the use of the gradients that make the version.
+        frees_gradients: whether the gradients that make a version are free after the last such word of the version.
         is_prediction: whether the word makes a prediction, and frees the copied gradients at its end.
         deferred: the change, at the end of the word, in the number of microbatches between the two halves of a split
             backward.

@@ -156,7 +156,8 @@ def spread(name: str, value: PerStage, count: int) -> list[float]:
 def measured_costs(measured: Timeline) -> Costs:
     """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all.
 
-    The recompute of a stage that has recomputed nothing takes as long as its forward.
+    A kind of work that the timeline does not have takes 0 seconds. The exception is the recompute, which then takes as
+    long as the forward.
     """
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in measured.spans:

@@ -9,8 +9,8 @@ path and the turns of the ranks. Two more bounds hold if copies take time, becau
   the backwards of the microbatches that are held or come back. If all forwards stand before the first backward, the two
   waits overlap. Then everything above the limit has left, and all backwards follow.
 - **Room.** A microbatch that leaves still takes room for its forward, for both copies, and for its backward. At most as
-  many leave as the copies have time for. The memory of all microbatches, summed over time, less the memory that leaving
-  saves, fits under the limit.
+  many leave as the copies have time for. The memory of all microbatches, summed over time, fits under the limit after
+  the savings of those that leave are subtracted.
 
 With a pair rank both directions share one queue, and no more leaves than the other rank's limit holds. The memory on
 both ranks, summed over time, fits under both limits. A program has one way for its moves, so for `best` the least bound
@@ -24,9 +24,10 @@ for every choice:
 - For fill and drain, each microbatch that is there holds at least its input, and recomputes take no time.
 - The room is a trade. If all microbatches stayed and were kept, they would hold a certain size over time. A recomputed
   microbatch holds less between its forward and its recompute, and its rank computes longer. A moved microbatch holds
-  less while it is away, and its copies occupy their lanes. A microbatch that is both saves at most the sum of the two
-  savings. The savings that recomputes and copies can make within a time grow with this time, and so does the room under
-  the limit. So there is a least time at which everything fits, and every program needs at least this time.
+  less while it is away, and its copies occupy their lanes. A microbatch that is recomputed and moved saves at most the
+  sum of the two savings. The savings that recomputes and copies can make within a time grow with this time, and so does
+  the room under the limit. So there is a least time at which everything fits, and every program needs at least this
+  time.
 """
 
 import math

@@ -195,7 +195,7 @@ class _Sweep:
         return chosen
 
     def _fits(self, rank: int, queue: int, number: int) -> bool:
-        """Whether the rank keeps its limit if it takes a computation before those in front that it has not taken."""
+        """Whether the rank keeps its limit if it takes a computation before the ones in front that are still left."""
         takes, gives, taken = self._way.takes, self._way.gives, self._taken[rank]
         limit = self._way.problem.limit_of(rank) * (1 + ROUNDING)
         if not takes[queue][number] or math.isinf(limit):

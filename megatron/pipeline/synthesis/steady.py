@@ -345,7 +345,7 @@ def _judged(problem: Problem, patterns: Patterns, waits: Waits, offsets: list[fl
 
 
 def _is_least(problem: Problem, bound: float, found: _Found) -> bool:
-    """Whether, by the bounds, no program has a smaller period, nor a less full fullest rank at this period."""
+    """Whether, by the bounds, no program has a smaller period, or at this period a smaller fullness."""
     period = found.waits.period
     least = [_least_held(problem, rank, period) / scale for rank, scale in enumerate(_scales(problem))]
     return period <= bound * (1 + ROUNDING) and not found.score[0] and found.score[2] <= max(least) * (1 + ROUNDING)
