@@ -44,7 +44,7 @@ class Kind(str, Enum):
     REDUCE_NORM = "REDUCE_NORM"
     STEP = "STEP"  # wait for the chain, then make the version
     VALIDATE = "VALIDATE"  # wait for the norm of a step that did not wait for it, and accept or reject the step
-    ROLLBACK = "ROLLBACK"  # undo a rejected step and what followed it, and take the right step
+    ROLLBACK = "ROLLBACK"  # undo a rejected step and the work behind it, and take the right step
     HOLD = "HOLD"  # copy the gradients accumulated so far, for the prediction of a version
     REDUCE_PARTIAL = "REDUCE_PARTIAL"  # reduce that copy over the replicas
     REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"  # reduce the tied embeddings' gradients for a prediction
@@ -135,7 +135,7 @@ class Word:
             from its end.
         keeps: the gradients that the word copies for a prediction, `gradients` or `tied_gradients`: the attribute of
             `simulate.memory_curve.MemorySizes` with their bytes.
-        frees_gradients: whether the gradients that make a version are free after the last such word of the version.
+        frees_gradients: whether the gradients that make a version can be freed after the last such word of the version.
         is_prediction: whether the word makes a prediction, and frees the copied gradients at its end.
         deferred: the change, at the end of the word, in the number of microbatches between the two halves of a split
             backward.

@@ -8,8 +8,8 @@ that nothing overflows and that the norm clips nothing. VALIDATE@v waits for the
 
 - before all backwards of the batch at its rank. So the reduced gradients may stay in the gradient buffer until they are
   no longer needed;
-- behind no receive whose send stands behind the other rank's VALIDATE@v. So every receive before the cut completes
-  without any instruction behind the cut. In particular no receive of a gradient comes before the cut.
+- behind no receive whose send stands behind the VALIDATE@v of the sending rank. So every receive before the cut
+  completes without any instruction behind the cut. In particular no receive of a gradient comes before the cut.
 
 It is the latest such cut. If the run drains before the next batch, VALIDATE is all that is left to do.
 
