@@ -103,7 +103,7 @@ class Regularization:
     optimizer_kernel: str = option(
         "loop",
         "On a CPU, the kernel of the optimizer's steps. fused: each parameter in one pass, several times faster; "
-        "the last bits may differ.",
+        "the last bits may differ. --2bw-provisional predicts by the same kernel.",
         choices=("loop", "fused"),
     )
     weight_decay: float = option(0.01, "Weight decay.")
