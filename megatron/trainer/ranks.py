@@ -1,10 +1,10 @@
-"""What the ranks of a job do alike: they stop at the same batch, and draw the same random numbers.
+"""The stop signal of a job's ranks, and the seeds of their random numbers.
 
-A cluster ends jobs by SIGTERM, to one rank or to all, at any moment. A handler that saved there and then would save
-half a step, and alone. So the handler only notes a stop request. The request travels with the next reduction that all
-ranks take part in; all read it at the same batch, drain, save once and exit with status 0.
+A cluster ends jobs by SIGTERM, to one rank or to all, at any moment. A handler that saved at once would save in the
+middle of a step, on one rank alone. So the handler only notes a stop request. The request travels with the next
+reduction of all ranks; all ranks read it at the same batch, drain, save once and exit with status 0.
 
-A program notes SIGTERM from its start on, before torch is imported.
+A program handles SIGTERM from its start, before it imports torch.
 """
 
 import random
@@ -13,24 +13,24 @@ from collections.abc import Callable
 
 from megatron.pipeline.runtime.failure.errors import end_at_once
 
-# Requests, as bits that travel with the norm of a batch: all ranks read the same ones in its report.
+# Requests, as bits that travel with the norm of a batch: all ranks read the same bits in its report.
 STOP = 1
 """Save and end the run."""
 MADE = 2
-"""Drain, and go on with the program that was made while the run trains (`--pipeline-schedule auto`)."""
+"""Drain, and switch to the program that was made during training (`--pipeline-schedule auto`)."""
 ADMIT = 4
 """Drain, and take in the new processes of lost ranks."""
 
 
 class StopSignal:
-    """Notes SIGTERM. Install it early: what arrives during start-up is kept until the loop asks."""
+    """Note SIGTERM; install it early, so that a signal during start-up is kept until the training loop asks."""
 
     def __init__(self) -> None:
         self.received = False
         self.on_receipt: Callable[[], None] | None = None
-        """Called from the handler; it must do next to nothing."""
+        """Called from the signal handler, so it must do next to nothing."""
         self.means_loss: Callable[[], bool] = lambda: False
-        """Whether SIGTERM ends this process alone, and the job goes on without it."""
+        """Whether SIGTERM ends this process alone while the job continues without it."""
 
     def install(self) -> "StopSignal":
         """Handle SIGTERM from now on (main thread only)."""
@@ -46,8 +46,10 @@ class StopSignal:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed every generator. The same on all pipeline and data parallel ranks: weights must not depend on the degrees,
-    and dropout sets its own state per layer and sample."""
+    """Seed every generator, with the same seed on all pipeline and data parallel ranks.
+
+    Weights must not depend on the parallel degrees, and dropout sets its own state per layer and sample.
+    """
     import numpy
     import torch
 

@@ -1,10 +1,10 @@
-"""A training command without the flags that a search chooses, and with them.
+"""A training command without the flags that a search chooses, and its completion for each configuration.
 
 Problem: a user describes a model by the flags of a training program, often those of a whole script. Some of them
 (degrees, microbatch, schedule, recompute) are what the search chooses; others (data, paths) do not matter to it.
 
 Solution: a `Job` keeps the remaining flags, in their groups. For every configuration it gives the namespace that the
-program's own rules make of the flags, or the reason why they refuse it. No torch in here.
+program's own rules make of the flags, or the reason why they refuse it. This module imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,16 +35,16 @@ SOURCES = frozenset(destinations(Role.SOURCE))
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and how, for any configuration.
+    """A training job without a configuration: the model, the data and how it is trained.
 
     Attributes:
         architecture: "gpt" or "bert".
-        argv: the flags that no configuration decides, in the order of docs/flags.md.
-        dropped: flags of the user that a configuration decides, as written.
-        global_batch_size: the user's, or None.
+        argv: the flags that do not depend on the configuration, in the order of docs/flags.md.
+        dropped: the user's flags that a configuration decides, as written.
+        global_batch_size: the user's value, or None.
         predictions: field of a configuration -> setting of 2bw's weight prediction; empty: no prediction.
-        platform: the machines as the flags are checked for them.
-        priced: the user's settings for sharing sequences and experts.
+        platform: the machines for which the flags are checked.
+        priced: the user's settings for sequence parallelism and experts.
     """
 
     architecture: str
@@ -57,10 +57,10 @@ class Job:
 
     @classmethod
     def read(cls, argv: Sequence[str], *, architecture: str, platform: Platform) -> "Job":
-        """A job from flags, also from those that the program refuses and a search prices.
+        """Read a job from flags, including flags that the program refuses and a search prices.
 
         Raises:
-            ValueError: as the parser, or the shape is incomplete.
+            ValueError: as the parser, or if the shape is incomplete.
         """
         program, defaults = SEARCHED[architecture]
         given = parse_args(list(argv), prog=program, defaults=defaults, accepts=Role.PRICED)
@@ -82,7 +82,7 @@ class Job:
                 continue
             (dropped if Role.CONFIGURATION in flag.roles else kept).append(_written(flag, given))
         if given.num_experts and "moe_token_dispatcher_type" not in given.given:
-            kept.append(("--moe-token-dispatcher-type", ALL_TO_ALL))  # which is priced, and not the program's default
+            kept.append(("--moe-token-dispatcher-type", ALL_TO_ALL))  # priced, unlike the program's default
         job = cls(
             architecture=architecture,
             argv=tuple(word for each in kept for word in each),
@@ -96,7 +96,7 @@ class Job:
             },
             priced=read_priced(given, priced, has_experts=bool(given.num_experts)),
         )
-        assert job._alone  # so that what is wrong in any case is said at once
+        assert job._alone  # report at once what is wrong in any configuration
         return job
 
     @property
@@ -106,10 +106,10 @@ class Job:
     # --- configurations
 
     def namespace(self, configuration: Configuration, **others: object) -> Arguments:
-        """What the program's parser makes of the job and a configuration; `others`: values by destination.
+        """The program's parsed flags of the job and a configuration; `others`: values by destination.
 
-        A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. A test
-        shows that parsing the configuration's argv gives the same values.
+        A search asks for thousands of configurations, so the job's flags are parsed once, and the configuration's
+        values are set. A test shows that parsing the configuration's argv gives the same values.
         """
         flags = configuration.flags()
         if configuration.rank_mapping == "optimized":
@@ -119,11 +119,11 @@ class Job:
         return Arguments(**{**vars(self._whole), **values, **others, "given": given})
 
     def arguments(self, configuration: Configuration) -> TrainConfig:
-        """What the program's rules make of a configuration. Raises ValueError where they refuse it."""
+        """The validated configuration of the run. Raises ValueError where the program's rules refuse it."""
         return self._checked(self.namespace(configuration), world_size=configuration.num_gpus)
 
     def refusal(self, configuration: Configuration) -> str | None:
-        """The first clause of the program's reason to refuse a configuration."""
+        """The first clause of the program's reason to refuse a configuration; None if it accepts it."""
         try:
             self.arguments(configuration)
         except ValueError as error:
@@ -143,8 +143,10 @@ class Job:
 
     @cached_property
     def software(self) -> from_flags.RunSoftware:
-        """The software that trains. If schedules that split backwards need other layers, `with_halves` has the software
-        with these."""
+        """The software that trains.
+
+        If schedules that split backwards need other layers, its `with_halves` is the software with these layers.
+        """
         asked = {name: getattr(self.priced, name) for name in ("gathers_keys", "dispatcher", "overlaps_experts")}
         whole = replace(from_flags.software(self._alone), **asked)
         if self._given.transformer_impl or self._alone.transformer_impl == "local" or self.platform.engine_puts_off:
@@ -153,7 +155,7 @@ class Job:
 
     @property
     def fp8_recipe(self) -> str | None:
-        """The recipe of the linears in FP8; None: they are not in FP8."""
+        """The FP8 recipe of the linear layers; None: they do not compute in FP8."""
         return None if self._alone.fp8 is None else self._alone.fp8_recipe
 
     @property
@@ -186,10 +188,10 @@ class Job:
     # --- argv for a script
 
     def argv_of(self, *groups: str) -> list[tuple[str, ...]]:
-        """The user's flags of these groups of docs/flags.md, one tuple each, without the flags that a configuration
+        """The user's flags in these groups of docs/flags.md, one tuple each, without those that a configuration
         decides.
 
-        Without groups: of all groups, but for flags that say where files are.
+        Without groups: the flags of all groups, except those that say where files are.
         """
         return [
             _absolute(flag, _written(flag, self._given), Path.cwd())
@@ -202,10 +204,10 @@ class Job:
         return name in self._given.given
 
     def located_argv_of(self, group: str, folder: Path) -> dict[str, tuple[str, ...]]:
-        """Destination -> the user's flag, for the flags of `group` that `argv_of()` leaves out: those that say where
-        files are.
+        """Destination -> the user's flag, for the flags of `group` that say where files are and that `argv_of()` leaves
+        out.
 
-        Relative paths become absolute, seen from `folder`.
+        Relative paths become absolute, relative to `folder`.
         """
         return {
             flag.dest: _absolute(flag, _written(flag, self._given), folder)
@@ -242,7 +244,7 @@ class Job:
 
     @cached_property
     def _alone(self) -> TrainConfig:
-        """The flags on one GPU, whatever the batch."""
+        """The flags on one GPU, for any batch size."""
         args = self.namespace(_SMALLEST, rampup_batch_size=None, step_batch_size_schedule=None)
         return self._checked(args, world_size=1)
 
@@ -253,12 +255,12 @@ class Job:
 
     @cached_property
     def _whole(self) -> Arguments:
-        """The remaining flags, with what a run requires and the user has not given."""
+        """The remaining flags, and stand-ins for required flags that the user has not given."""
         return self._parsed([*self.argv, *self._stand_ins])
 
     @cached_property
     def _stand_ins(self) -> tuple[str, ...]:
-        """What the rules ask for and a search does not."""
+        """Stand-ins for flags that the rules require and a search does not need."""
         given, argv = self._given, []
         if given.lr is None:
             argv += ["--lr", "1e-4"]
@@ -278,7 +280,7 @@ _DESTINATIONS = {name: flag.dest for flag in FLAGS for name in flag.names}
 
 
 def _absolute(flag: Flag, argv: tuple[str, ...], folder: Path) -> tuple[str, ...]:
-    """Words of a flag whose value is a path, with that path absolute."""
+    """A flag's words, with a path as its value made absolute."""
     name, *values = argv
     if flag.metavar in ("DIR", "FILE"):
         values = [_seen_from(folder, value) for value in values]
@@ -287,7 +289,7 @@ def _absolute(flag: Flag, argv: tuple[str, ...], folder: Path) -> tuple[str, ...
         values = [
             value if is_blend and index % 2 == 0 else _seen_from(folder, value) for index, value in enumerate(values)
         ]
-    elif flag.metavar == "PATH":  # of a tokenizer, whose name may be one that is no path
+    elif flag.metavar == "PATH":  # a tokenizer: its value may be a name that is no path
         values = [_seen_from(folder, value) if (folder / value).expanduser().exists() else value for value in values]
     return (name, *values)
 
@@ -310,7 +312,7 @@ def _given_flags(args: Arguments) -> list[Flag]:
 
 
 def _written(flag: Flag, args: Arguments) -> tuple[str, ...]:
-    """A flag that was given, as argv."""
+    """A given flag as argv."""
     if flag.stores is not None:
         return (flag.name,)
     value = getattr(args, flag.dest, None)
@@ -322,9 +324,9 @@ def _written(flag: Flag, args: Arguments) -> tuple[str, ...]:
 
 
 def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
-    """The flags in `argv` that say what is trained, in the order of docs/flags.md.
+    """The flags in `argv` that describe what is trained, in the order of docs/flags.md.
 
-    Raises ValueError as `parse_args`.
+    Raises ValueError as `parse_args` does.
     """
     program, defaults = SEARCHED[architecture]
     args = parse_args(list(argv), prog=program, defaults=defaults)
@@ -343,7 +345,7 @@ _RULES = (model.required, optimizer.learning_rate, data.data, data.text)
 def missing_flags(argv: Sequence[str], *, architecture: str, iterations: int) -> list[str]:
     """A sentence for each rule that a run of `iterations` iterations would break, whatever its configuration.
 
-    Raises ValueError as `parse_args`.
+    Raises ValueError as `parse_args` does.
     """
     program, defaults = SEARCHED[architecture]
     args = parse_args([*argv, "--micro-batch-size", "1", "--train-iters", str(iterations)], prog=program,

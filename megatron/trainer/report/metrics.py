@@ -1,9 +1,10 @@
-"""The metrics of a run: `--metrics-file`, outputs that may fail without ending the run, and the arithmetic of a model.
+"""The metrics of a run: `--metrics-file`, outputs that may fail without ending the run, and a model's operations.
 
 `--metrics-file` has JSON lines with full precision, one object a line. There is a line for each iteration and each
-evaluation. A pipeline that may change has one at the start (`initial_...`) and one for each change. A run that goes on
-without lost ranks, or with ranks that returned, has one for each such change (`membership_change`). One rank writes
-each line with a system call, so that a killed run leaves complete lines. A line that cannot be written, for example on
+evaluation. A pipeline that may change has one at the start (`initial_...`) and one for each change. A run that
+continues without lost ranks, or with ranks that returned, has one for each such event (`membership_change`). One rank
+writes each line with one system call, so that a killed run leaves complete lines. A line that cannot be written, for
+example on
 a full disk, is kept and written before the next one. A resumed run appends; if it repeats iterations, the last line of
 an iteration is valid.
 
@@ -32,7 +33,7 @@ class ByProduct:
     Args:
         name: name of the output in warnings.
         consequence: the end of the warning's sentence, about the consequence of a failure.
-        failures: the errors that are caught; a library that uses a service raises others than OSError.
+        failures: the errors that are caught; a library that uses a service raises errors other than OSError.
     """
 
     def __init__(self, name: str, *, consequence: str, failures: tuple[type[Exception], ...] = (OSError,)) -> None:
@@ -60,10 +61,10 @@ def _reason(error: Exception) -> str:
 
 
 def flops_per_sample(args: TrainConfig) -> float:
-    """The floating-point operations of the forward and the backward of one sequence, without recomputation.
+    """The floating-point operations of the forward and backward of one sequence, without recomputation.
 
-    They are the planner's count, but that a BERT's dense layer before its output layer, a twelfth of a transformer
-    layer, is left out.
+    They are the planner's count, except that a BERT's dense layer before its output layer is left out (a twelfth of a
+    transformer layer).
     """
     return replace(architecture(args), masked_head=False).operations(1)
 
@@ -74,7 +75,7 @@ def flops_of_output_layer(args: TrainConfig) -> float:
 
 
 LOSS = "lm loss"
-"""The name of every language model's loss; a BERT with sentence order also has "sop loss"."""
+"""The name of every language model's loss; a BERT with sentence-order prediction also has "sop loss"."""
 CLASS_LOSS = "loss"
 """The name of a classifier's loss; it also reports "accuracy"."""
 SAVED_ACTIVATIONS = "saved_activation_bytes"
@@ -88,7 +89,7 @@ class MetricsFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._waiting: deque[bytes] = deque()  # lines that are not in the file yet
+        self._waiting: deque[bytes] = deque()  # lines not yet in the file
         self._by_product = ByProduct(f"--metrics-file {path}", consequence="and its lines are kept until it can be")
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

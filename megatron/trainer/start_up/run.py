@@ -1,8 +1,8 @@
-"""A run on one rank: the program that it trains, its part of the model with the optimizer, the engine, and the record.
+"""A run on one rank: its training program, its part of the model with the optimizer, the engine, and the reports.
 
-A run has one `ModelAndOptimizer` at a time: the rank's chunks with their optimizer, weight update and stages. If the
-pipeline changes while it trains, the run builds another, and the learned state moves from one to the other as it does
-through a checkpoint. The engine drives the stages.
+A run has one `ModelAndOptimizer` at a time: the rank's model chunks with their optimizer, weight update and stages. If
+the pipeline changes during training, the run builds another one, and the trained state moves to it as it does through
+a checkpoint. The engine drives the stages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 def language_model_losses(args: TrainConfig) -> tuple[str, ...]:
-    """The names of a GPT's losses: of its tokens, of further tokens, and of its routers."""
+    """The names of a GPT's losses: the language model's, those of further predicted tokens, and the routers'."""
     of_tokens = (LOSS, *loss_names(args.mtp_num_layers))
     if args.num_experts is None:
         return of_tokens
@@ -80,13 +80,13 @@ class TrainingProgram:
 
     Attributes:
         model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
-            called for each stage of the rank, with a configuration by which each stage has a rank of its own.
+            called for each stage of the rank, with a configuration in which each stage is a pipeline rank of its own.
         forward_step: Megatron's `forward_step(data_iterator, model)`.
-        datasets_provider: `datasets_provider(args, tokenizer)` returns the `Datasets` of this rank; an architecture
-            without text has no tokenizer.
+        datasets_provider: `datasets_provider(args, tokenizer)` returns the `Datasets` of this rank; `tokenizer` is None
+            for an architecture without text.
         fields_provider: `fields_provider(args)` returns the parts of a microbatch.
-        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" or "loss" is
-            among it.
+        loss_names: `loss_names(args)` returns the names that the forward step's loss function reports, which include
+            "lm loss" or "loss".
     """
 
     model_provider: Callable[[TrainConfig, TransformerConfig], ModelProvider]
@@ -104,8 +104,12 @@ Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAndOptimizer(RunParts):
-    """What one rank has built: model, optimizer and update, and the stages that compute with them. `memory`: the store
-    of activations, where they are counted or moved. `deferred_bytes`: what the engine counts between I and W."""
+    """A rank's model, optimizer, weight update, and the stages that compute with them.
+
+    Attributes:
+        memory: the store of saved activations, if they are counted or moved.
+        deferred_bytes: the engine's count of the bytes kept between I and W of split backwards.
+    """
 
     schedule: PipelineSchedule
     chunks: list[torch.nn.Module]
@@ -127,20 +131,21 @@ def setup_model_and_optimizer(
     locally: Callable[[], AbstractContextManager] = nullcontext,
     copies: CopyRanks | None = None,
 ) -> ModelAndOptimizer:
-    """Build what this rank holds of the pipeline of `args`. Collective.
+    """Build this rank's part of the pipeline of `args`. Collective.
 
     Args:
-        rank, layers: another pipeline rank than that of the process groups, and other numbers of layers of the stages
-            than the flags give.
-        draws: draw the weights from the seed; if False, the weights are undefined, and the caller loads others.
-        locally: a context manager around each step that needs no other rank, equally often on each rank. A rank that
-            fails there, for example for lack of memory, can tell the others.
+        rank: a pipeline rank other than that of the process groups.
+        layers: the number of layers of each stage, if other than the flags give.
+        draws: draw the weights from the seed; if False, the weights are undefined, and the caller loads them.
+        locally: a context manager around each step that needs no other rank, entered equally often on each rank. In it,
+            a rank that fails, for example for lack of memory, can tell the others.
+        copies: the ranks that hold copies of stages, where ranks were lost.
 
     Raises ValueError if flags, data and machine do not go together.
     """
     with locally():
         schedule, model = args.schedule, arrangement.model_config(args)
-        if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
+        if not draws:  # `perform_initialization=False` would leave tensor parallel weights unmarked
             model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
         if layers is None:
             layers = from_flags.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
@@ -154,10 +159,10 @@ def setup_model_and_optimizer(
                 chunk.requires_grad_(False)
         chunks = wrap_for_training(chunks, core_config.ddp_config(args), on_host=on_host, draws=draws)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
-    with locally():  # behind a collective, with which it begins
+    with locally():  # behind the collective with which it begins
         optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
         scheduler = core_config.param_scheduler(args, optimizer)
-    may_move = args.made_program is not None and args.pipeline_moves != "none"  # the program to come, too
+    may_move = args.made_program is not None and args.pipeline_moves != "none"  # the next program may, too
     counts = args.moves_activations or may_move or args.log_saved_activations
     memory, deferred_bytes = ActivationMemory(backend.device()) if counts else None, DeferredBytes()
     options = {
@@ -172,7 +177,7 @@ def setup_model_and_optimizer(
             options["copies"] = copies
         update = _make_update(args, trained, optimizer, scheduler, stages=own, **options)
     else:
-        with locally():  # nothing, beside ranks that allocate
+        with locally():  # empty: other ranks allocate here
             pass
         update = MegatronFrozenUpdate(
             chunks, optimizer, scheduler, weights=schedule.weights,
@@ -212,7 +217,7 @@ def _make_update(
     stages: Sequence[int],
     **options: object,
 ) -> Update:
-    """The update of the trained chunks, for the place where the schedule keeps the weights."""
+    """Make the weight update of the trained chunks that fits where the schedule keeps the weights."""
     schedule = args.schedule
     if schedule.residency is not None:
         return MegatronRelayUpdate(
@@ -232,7 +237,7 @@ def _make_update(
 def _rank_metrics(
     memory: ActivationMemory | None, deferred_bytes: DeferredBytes | None
 ) -> dict[str, Callable[[], float]]:
-    """What every rank measures for the report of a batch, by name; of what is not given, nothing."""
+    """The memory measurements of a rank for the report of a batch, by name; empty without `memory`."""
     if memory is None:
         return {}
     allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
@@ -242,17 +247,17 @@ def _rank_metrics(
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
-_TRACED_EXTRA = 8  # segments: drains, evaluations and batches cut by them
+_TRACED_EXTRA = 8  # segments: drains, evaluations and batches that they cut
 _TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
 
 
 def build_engine(
     args: TrainConfig, built: ModelAndOptimizer, position: CheckpointPosition, *, survivors: Survivors | None = None
 ) -> PipelineEngine:
-    """The engine over this rank's pipeline group, going on at `position`; where ranks were lost, over the `survivors`.
+    """The engine over this rank's pipeline group, from `position` on; over the `survivors` if ranks were lost.
 
-    Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
-    also after a change of the microbatch size or of the number of replicas. A program of copies has those of all
+    The samples before a microbatch give its number, so that dropout continues as in an uninterrupted run, also after a
+    change of the microbatch size or of the number of replicas. A program for survivors contains the microbatches of all
     replicas.
     """
     schedule, samples = built.schedule, args.batch_sizes.samples_per_microbatch
@@ -261,7 +266,7 @@ def build_engine(
     if survivors is not None:
         schedule, samples = survivors.schedule, args.micro_batch_size
         moves = schedule.moves_activations
-        size = ranks_of_place(args)  # each of them has a pipeline with the same ones of the other places
+        size = ranks_of_place(args)  # a pipeline takes the same one of these ranks from every place
         ranks = list(range(torch.distributed.get_rank() % size, torch.distributed.get_world_size(), size))
     return PipelineEngine(
         schedule, built.stages, built.update,
@@ -279,7 +284,7 @@ def build_engine(
 
 
 def _tracer_of(args: TrainConfig) -> Tracer | None:
-    """A tracer for the batches that the run looks back at; None: it looks back at none."""
+    """A tracer for the batches whose trace the run reads later; None if it reads none."""
     traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
     if args.made_program is not None and args.made_program.measures:
         traced = args.pipeline_measured_batches
@@ -323,7 +328,7 @@ class Run:
     begun: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_SIZES))  # samples of the last batches
 
     def go_on_with(self, args: TrainConfig) -> None:
-        """Take over another configuration of the run, whose arrangement has changed."""
+        """Switch to a configuration of the run with a changed arrangement."""
         self.args = self.reporter.args = args
         if self.decisions is not None:
             self.decisions.go_on_with(args)
@@ -353,7 +358,7 @@ class Run:
         return self.model_and_optimizer.deferred_bytes
 
     def take_over_saving(self) -> None:
-        """Where ranks have changed: let rank 0, which may be another, own the directory of `--save`. Collective."""
+        """After a change of ranks, let the present rank 0 own the directory of `--save`. Collective."""
         if self.writer is None:
             return
         if torch.distributed.get_rank() > 0:
@@ -364,7 +369,7 @@ class Run:
 
     @property
     def shares(self) -> list[Share | None]:
-        """For each own stage, the microbatches of a batch that it takes where ranks were lost; None: its replica's."""
+        """For each own stage, its share of a batch's microbatches where ranks were lost; None: all of its replica's."""
         if self.survivors is None:
             return [None] * len(self.stages)
         copies = self.survivors.schedule.copies
@@ -373,7 +378,7 @@ class Run:
 
     @property
     def replicas_in_program(self) -> int:
-        """The number of replicas whose microbatches are those of the program: one, or all where ranks were lost."""
+        """The number of replicas whose microbatches the program contains: all where ranks were lost, else one."""
         return 1 if self.survivors is None else self.args.data_parallel_size
 
     @cached_property
@@ -381,14 +386,15 @@ class Run:
         return flops_per_sample(self.args)
 
     def begin_batch(self, num_samples: int) -> None:
-        """Let the run stand behind another batch."""
+        """Advance the run's position by a batch of `num_samples` samples."""
         self.iteration += 1
         self.consumed_samples += num_samples
         self.flops += self._flops_per_sample * num_samples
         self.begun.append(num_samples)
 
     def stand_after(self, iteration: int) -> None:
-        """Let the run stand after so many batches: some that were begun are dropped, or others are done."""
+        """Move the run's position to `iteration` batches: drop batches that were begun, or count further ones as
+        done."""
         while self.iteration > iteration:
             self.iteration -= 1
             num_samples = self.begun.pop()
@@ -398,7 +404,7 @@ class Run:
             self.begin_batch(self.args.batch_sizes.num_samples(self.consumed_samples))
 
     def stand_at(self, position: CheckpointPosition) -> None:
-        """Let the run stand where a checkpoint does."""
+        """Move the run's position to that of a checkpoint."""
         self.iteration = position.iteration
         self.consumed_samples = position.consumed_train_samples
         self.consumed_valid_samples = position.consumed_valid_samples
@@ -406,7 +412,7 @@ class Run:
         self.begun.clear()
 
     def position(self) -> CheckpointPosition:
-        """Where the run stands, as a checkpoint records it."""
+        """The run's position, as a checkpoint records it."""
         return CheckpointPosition(
             iteration=self.iteration,
             consumed_train_samples=self.consumed_samples,
@@ -415,11 +421,12 @@ class Run:
         )
 
     def samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
-        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on, by own stage.
+        """For each own stage, the microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample
+        `consumed` on.
 
-        Validation data start over at their end: in a resumed run that evaluates at other intervals they are sized for
-        the new intervals, while the position is from before. Data that each evaluation reads completely start over with
-        each evaluation.
+        Validation data repeat: a resumed run that evaluates at other intervals sizes them for the new intervals, while
+        its position was counted with the old ones. Data that each evaluation reads completely start over with each
+        evaluation.
         """
         if getattr(self.datasets[index], "starts_over", False):
             consumed = 0

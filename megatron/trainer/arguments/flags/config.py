@@ -1,8 +1,8 @@
-"""The configuration of a run: the value of every flag, and what follows from them, checked and completed.
+"""The configuration of a run: the value of every flag and the values derived from them, checked and completed.
 
-`parse_args` makes `Arguments` of a command line, and the rules of this folder complete them. `TrainConfig.of` then
-makes the configuration, in which every value has a name and a type. It never changes: a function that computes another
-value returns another configuration (`dataclasses.replace`).
+`parse_args` parses a command line into `Arguments`, and the rules in `arguments/rules` check and complete them.
+`TrainConfig.of` then makes the configuration, in which every value has a name and a type. It never changes: a function
+that computes another value returns another configuration (`dataclasses.replace`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from megatron.trainer.arguments.flags.values import BatchSizes
 
 @dataclass(frozen=True)
 class MadeProgram:
-    """A program that was made for a job.
+    """A pipeline program that was made for a job (`--pipeline-schedule auto`).
 
     Attributes:
-        csv: the program's text, as in a file.
-        lines: lines about it for the log.
+        csv: the program's text, as in a program file.
+        lines: log lines about the program.
         certificate: its problem, time and bounds, as JSON.
-        measures: the job only begins with it, measures its own costs, and goes on with a program for these.
+        measures: whether the run only starts with this program, measures its own costs, and then switches to a program
+            that was made for these costs.
     """
 
     csv: str
@@ -40,22 +41,23 @@ class MadeProgram:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Derived:
-    """What follows from the flags, the job, the files and the machine.
+    """The values that are derived from the flags, the job, the files and the machine.
 
     Attributes:
-        architecture: "gpt", "bert", "t5", "vit" or "bert-classify"; the program says it.
+        architecture: "gpt", "bert", "t5", "vit" or "bert-classify"; set by the training program, not by a flag.
         given: the destinations that the command line named.
         unread: a note for each flag on the command line that only Megatron-LM reads.
-        virtual_pipeline_model_parallel_size: the most stages of a rank; None for one.
+        virtual_pipeline_model_parallel_size: the largest number of stages on a rank; None if every rank has one.
         made_program: the program that was made for --pipeline-schedule auto.
         program: the schedule of --pipeline-program, or of `made_program`.
-        moves_activations: saved activations leave their rank, for its pair or for the host, in a batch of any size.
+        moves_activations: whether saved activations may leave their rank, for its pair or for the host, in a batch of
+            any size.
         class_names: the classes of a text classifier.
-        changes: the pipeline may change while it trains.
-        arrangement, first_arrangement: the present and the first one, where the pipeline changes.
-        frozen_stages: the stages of the present arrangement, unless that is the first.
-        recorded_changes: what a checkpoint says of changes to the pipeline.
-        has_split: whether there are data for training, validation and test.
+        changes: whether the pipeline may change during training.
+        arrangement, first_arrangement: the current and the first arrangement of a pipeline that may change.
+        frozen_stages: the stages of the current arrangement; None while it is the first one.
+        recorded_changes: a checkpoint's record of the changes to the pipeline.
+        has_split: for training, validation and test in turn, whether there are data.
         data_digest: the digest of a classifier's training data.
     """
 
@@ -100,7 +102,7 @@ class TrainConfig(
     model.EncoderDecoder, model.Classification, model.Vision, files.Checkpoint, files.Logging, files.DryRunFlags,
     Derived, _Unread,
 ):  # fmt: skip
-    """The configuration of a run, by Megatron-LM's names; a part of it is one of the classes that it is made of."""
+    """The configuration of a run, with Megatron-LM's names; each base class holds the values of one subject."""
 
     def __init__(self, **values: Any) -> None:
         assert values.keys() == _NAMES, values.keys() ^ _NAMES
@@ -108,22 +110,22 @@ class TrainConfig(
 
     @classmethod
     def of(cls, args: Arguments, **derived: Any) -> TrainConfig:
-        """The configuration that parsed and validated arguments make, with further values."""
+        """Make the configuration from parsed and validated arguments and further values."""
         return cls(**{**_LATER, **vars(args), **derived})
 
 
 _NAMES = {each.name for each in fields(TrainConfig)}
 _LATER = {each.name: each.default for each in fields(Derived) if each.default is not MISSING}
-"""What neither the command line nor the rules say."""
+"""Defaults of the derived values that neither the command line nor the rules set."""
 
 
 # --- the optimizer's state --------------------------------------------------------------------------------------------
 
 
 def cuts_optimizer_state(args: object) -> bool:
-    """Whether a run has megatron.core's distributed optimizer, which cuts the state of a parameter.
+    """Whether a run uses megatron.core's distributed optimizer, which shards the state of single parameters.
 
-    With Muon replicas own whole parameters instead. `args` may be those of a checkpoint, which may lack some.
+    With Muon, replicas own whole parameters instead. `args` may be those of a checkpoint, which may lack some flags.
     """
     return getattr(args, "use_distributed_optimizer", False) and getattr(args, "optimizer", None) != "muon"
 
@@ -132,22 +134,23 @@ def cuts_optimizer_state(args: object) -> bool:
 
 
 def num_replicas(args: TrainConfig | Arguments) -> int:
-    """The ranks with the same weights, whose gradients are reduced: data x context parallel size."""
+    """The number of ranks with the same weights, whose gradients are reduced: data x context parallel size."""
     return args.data_parallel_size * args.context_parallel_size
 
 
 def ranks_of_place(args: TrainConfig | Arguments) -> int:
-    """The ranks, with consecutive numbers, that compute the layers of a pipeline rank of a replica together."""
+    """The number of ranks, consecutive in the job, that together compute the layers of one pipeline rank of a
+    replica."""
     return args.tensor_model_parallel_size * args.context_parallel_size
 
 
 def expert_tensor_size(args: TrainConfig | Arguments) -> int:
-    """The tensor ranks that cut each expert."""
+    """The number of tensor parallel ranks that shard each expert."""
     return args.expert_tensor_parallel_size or args.tensor_model_parallel_size
 
 
 def num_expert_replicas(args: TrainConfig | Arguments) -> int:
-    """The ranks with the same experts."""
+    """The number of ranks with the same experts."""
     ranks = num_replicas(args) * args.tensor_model_parallel_size
     return ranks // (expert_tensor_size(args) * args.expert_model_parallel_size)
 
@@ -160,15 +163,15 @@ class PipelineChoice:
     """The facts about a run's pipeline that are needed before the schedule is built.
 
     Attributes:
-        flag: as on the command line, for messages: `--pipeline-schedule 2bw`.
-        name: what logs call it.
+        flag: the choice as on the command line, for messages: `--pipeline-schedule 2bw`.
+        name: its name in logs.
         policy: which weights a batch uses.
-        residency: how weights live on the host; None: they live on the device.
-        interleaves: ranks have several stages.
-        virtual_stages: the only number of stages on a rank that it supports; None: any.
-        recompute: backwards are preceded by a recompute whatever the flags say.
+        residency: how the host keeps the weights; None: the device keeps them.
+        interleaves: whether ranks have several stages.
+        virtual_stages: the only supported number of stages on a rank; None: any number.
+        recompute: whether every backward is preceded by a recompute, whatever the flags say.
         placement: (ranks, stages on each) -> the rank of each stage.
-        deals_out: whether the placement deals out stages in turn, as megatron.core does.
+        deals_out: whether the placement assigns stages round-robin, as megatron.core does.
     """
 
     flag: str
@@ -183,7 +186,7 @@ class PipelineChoice:
 
 
 def choice_of(args: TrainConfig) -> PipelineChoice:
-    """The pipeline that `args` ask for; `program`: the schedule of their program file, or None."""
+    """The pipeline that `args` choose: a schedule's, or that of their program (`args.program`)."""
     schedule = args.program
     if schedule is None:
         preset = PRESETS[args.pipeline_schedule]
@@ -205,8 +208,10 @@ def choice_of(args: TrainConfig) -> PipelineChoice:
 
 
 def edge_length(args: TrainConfig | Arguments) -> int:
-    """Tokens of the tensor that stages send each other: of a T5 the encoder's and, behind them, the decoder's and the
-    rows of the tables of distances."""
+    """The length, in tokens, of the tensor that stages send each other.
+
+    A T5's tensor holds the encoder's tokens, then the decoder's, then the tables of relative position biases.
+    """
     if args.architecture != "t5":
         return args.seq_length
     parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
@@ -214,7 +219,10 @@ def edge_length(args: TrainConfig | Arguments) -> int:
 
 
 def rows_of_distances(args: TrainConfig | Arguments) -> int:
-    """How many vectors of the hidden size hold a T5's two tables of distances, which each stage of a chain sends on."""
+    """The number of vectors of the hidden size that hold a T5's two tables of relative position biases.
+
+    Each stage sends them on to the next.
+    """
     return decoder_of(args).distance_rows(args.num_attention_heads, args.hidden_size)
 
 
@@ -230,27 +238,27 @@ def decoder_of(args: TrainConfig | Arguments) -> Decoder:
 
 
 def has_output_bias(args: TrainConfig | Arguments) -> bool:
-    """Whether the logits of a T5 have a bias: megatron.core's have one where the output layer is the embedding."""
+    """Whether the logits of a T5 have a bias: megatron.core adds one if the output layer shares the embedding."""
     return not args.untie_embeddings_and_output_weights and not args.scaled_tied_head
 
 
 def runs_of_sample(args: TrainConfig | Arguments) -> int:
-    """The most runs of words that are taken out of a sample of a T5, for each of which an extra id stands."""
+    """The largest number of spans that are masked in a T5 sample; an extra id replaces each span."""
     return max(1, int(args.mask_prob * (args.encoder_seq_length - 2)))
 
 
 def is_gated(args: TrainConfig | Arguments) -> bool:
-    """Whether an MLP multiplies two products of its input."""
+    """Whether an MLP is gated: it multiplies two projections of its input."""
     return args.swiglu or args.quick_geglu or args.gated_gelu
 
 
 def flag_of_program(args: TrainConfig | Arguments) -> str:
-    """The flag that a run's program comes from, for messages."""
+    """The flag, with its value, that a run's program comes from, for messages."""
     return f"{'--pipeline-program' if args.made_program is None else '--pipeline-schedule'} {args.pipeline_program}"
 
 
 def schedule_text(args: TrainConfig) -> str:
-    """The name of the choice in a run's first lines: `schedule 2bw`, or `program rows.csv (sha256 0123456789ab)`."""
+    """The schedule or program in a run's first log lines: `schedule 2bw`, `program rows.csv (sha256 0123456789ab)`."""
     if args.program is None:
         return f"schedule {args.pipeline_schedule}"
     return f"program {args.pipeline_program} (sha256 {args.program.short_hash})"
@@ -262,7 +270,7 @@ USUAL = {
     "gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522), "bert-classify": ("BERT's", 30522),
     "t5": ("BERT's with [BOS] and [EOS]", 30524),
 }  # fmt: skip
-"""By architecture: whose vocabulary is taken where none is given, and its size."""
+"""Architecture -> the name and size of the vocabulary that is assumed if none is given."""
 _OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
 
 
@@ -277,7 +285,7 @@ def assumed_vocabulary(args: TrainConfig) -> int:
 
 
 def padded_vocabulary(args: TrainConfig, size: int) -> int:
-    """The rows of the embedding: as --padded-vocab-size says, else `size` rounded up to a multiple of
+    """The number of rows of the embedding: --padded-vocab-size if given, else `size` rounded up to a multiple of
     --make-vocab-size-divisible-by x tensor parallel size."""
     if "padded_vocab_size" in args.given:
         return args.padded_vocab_size

@@ -1,10 +1,10 @@
 """An argparse parser made from the flag records, whose errors are one sentence.
 
 An error names the flag that was meant if the word is a misspelling of it. Similar letters do not make a similar
-meaning: the flag nearest to one of another program (`--data-impl`) is an unrelated flag (`--data-path`), and a hint
-that names it would mislead the user. So a hint requires the same flag with a slip: other separators or capitals, a
-wrong letter or two, or one word left out after the first. Of flags that are equally near, a flag that works goes before
-a refused one, and one with the same beginning before others; where two are left, none is named.
+meaning: the flag nearest to another program's `--data-impl` is the unrelated `--data-path`, and such a hint would
+mislead the user. So a hint requires the same flag with a slip: other separators or capitals, a wrong letter or two, or
+one word left out after the first. Among equally near flags, a flag that works is preferred to a refused one, then one
+with the same first word. If two are left, the error names none.
 """
 
 import argparse
@@ -55,12 +55,12 @@ class _FlagParser(FlagFileParser):
 
 
 def _sentence(mistake: str) -> str:
-    """argparse's error in one sentence that names the flag as the user wrote it: argparse names all aliases."""
+    """argparse's error with only the first of the flag's names, where argparse lists all aliases."""
     return re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", mistake.removeprefix("argument "))
 
 
 def add_groups(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
-    """Add each group's flags. Defaults are suppressed: `parse_args` fills them, so that it knows what was given."""
+    """Add each group's flags, without defaults: `fill_defaults` sets these, so that it knows which flags were given."""
     for group in groups:
         target = parser.add_argument_group(group.title, group.description)
         for flag in group.flags:
@@ -77,7 +77,7 @@ def _how(flag: Flag) -> dict:
 
 
 def describe_default(flag: Flag) -> str:
-    """The default in words, empty where there is none to name."""
+    """The default in words; empty if there is none to show."""
     if flag.stores is not None or flag.default in (None, "", []):
         return ""
     if isinstance(flag.default, list):
@@ -105,12 +105,12 @@ def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS
 
 @cache
 def _shared_parser(prog: str) -> FlagFileParser:
-    """The parser, made once: a search parses thousands of command lines."""
+    """The parser, built once: a search parses thousands of command lines."""
     return build_parser(prog)
 
 
 def fill_defaults(namespace: Arguments, groups: Sequence[Group], preferred: dict | None = None) -> Arguments:
-    """Record which destinations were given (`given`), then fill the rest with `preferred` values and defaults."""
+    """Record the given destinations in `given`, then fill the rest from `preferred` and the flags' defaults."""
     namespace.given = tuple(sorted(set(vars(namespace)) - {"unknown", "unread"}))
     for name, value in (preferred or {}).items():
         if not hasattr(namespace, name):
@@ -124,9 +124,11 @@ def fill_defaults(namespace: Arguments, groups: Sequence[Group], preferred: dict
 
 
 def refuse(namespace: Arguments, groups: Sequence[Group], accepts: Role = Role.NONE) -> None:
-    """Raise ValueError, in one message, for what is wrong with single flags (`unknown`, of `parse_known`) and for
-    refused flags whose value asks for something. Refused flags are dropped from `args`, but for those whose role is in
-    `accepts`."""
+    """Raise one ValueError for the mistakes in `namespace.unknown` and for refused flags whose value asks for
+    something.
+
+    Refused flags are removed from `namespace`, except those with a role in `accepts`.
+    """
     reasons = list(namespace.unknown)
     del namespace.unknown
     for group in groups:
@@ -149,9 +151,11 @@ def shown(flag: Flag, value: object) -> str:
 
 
 def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> Arguments:
-    """Parse all of `argv`. The namespace's `unknown` holds a sentence for each invalid value, for each unknown flag
-    (with the known flag that it misspells), for each that is Megatron-LM's alone and refused, and for each value
-    without a flag; its `unread` a sentence for each that is Megatron-LM's alone and has no effect."""
+    """Parse all of `argv`; the namespace's `unknown` and `unread` hold a sentence for each problem.
+
+    `unknown`: invalid values, unknown flags (with the known flag that was misspelled), flags of Megatron-LM alone that
+    are refused, and values without a flag. `unread`: flags of Megatron-LM alone that have no effect.
+    """
     namespace, extra, mistakes = parser.parse_all(argv, Arguments())
     known = [word for action in parser._actions for word in action.option_strings]
     refused = {word for flag in FLAGS if flag.refused for word in flag.names}
@@ -174,7 +178,7 @@ def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> Arguments
 
 
 def _judge(flag: refusals.Elsewhere, values: list[str], namespace: Arguments) -> None:
-    """A sentence about a flag that only Megatron-LM knows, among the mistakes or among the notes (`unread`)."""
+    """Add a sentence about a flag that only Megatron-LM has, to the mistakes (`unknown`) or to the notes (`unread`)."""
     try:
         asks = flag.asks(values)
     except ValueError as error:
@@ -215,7 +219,7 @@ def parse_args(
 
 # --- which known flag was meant ---------------------------------------------------------------------------------------
 
-_LONG = 9  # letters from which on two of them may be wrong
+_LONG = 9  # a name with so many letters may have two wrong ones
 _NEGATIONS = frozenset({"no", "non", "disable"})
 
 
@@ -245,8 +249,9 @@ def _plain(name: str) -> str:
 
 def _lacks_a_word(typed: str, flag: str) -> bool:
     """Whether a name is a flag with one word left out, as `pipeline-parallel-size` for `pipeline-model-parallel-size`.
-    A different first word makes another flag (`max-position-embeddings`), and so does a missing word that reverses the
-    meaning."""
+
+    A different first word makes another flag (`max-position-embeddings`), and so does a missing negation.
+    """
     words, there = typed.split("-"), flag.split("-")
     if len(words) < 2 or len(there) != len(words) + 1:
         return False
@@ -255,7 +260,7 @@ def _lacks_a_word(typed: str, flag: str) -> bool:
 
 
 def _distance(one: str, other: str, most: int) -> int:
-    """Letters to insert, leave out, replace, or swap with the next one; a distance above `most` is not exact."""
+    """The edit distance with insertions, deletions, replacements and swaps; above `most` it is not exact."""
     if abs(len(one) - len(other)) > most:
         return most + 1
     before, row = [], list(range(len(other) + 1))

@@ -29,18 +29,18 @@ class Arguments(argparse.Namespace):
 
 
 class Role(enum.Flag):
-    """What code that treats flags in groups knows of a flag.
+    """The groups of flags that other code treats alike; a flag may be in several.
 
-    CONFIGURATION: a configuration of a search decides it, or it only fits one.
-    PREDICTION: how 2bw predicts its weights, which a search leaves as the user has it.
-    SHORT_RUN: a profile or a measured run decides it by itself.
+    CONFIGURATION: a configuration of a search sets the flag, or the flag only fits one configuration.
+    PREDICTION: how 2bw predicts its weights; a search keeps the user's value.
+    SHORT_RUN: a profile or a measured run sets it itself.
     SOURCE: says which samples there are.
     ORDER: decides which sample stands where in the order of training.
-    LOCATION: says where things are, or what is known of them only there.
+    LOCATION: says where things are, or names something that is known only there.
     SHAPE: decides the shape or the meaning of the weights; always the checkpoint's under --use-checkpoint-args.
     SAVED: the checkpoint's under --use-checkpoint-args, unless the command line names it.
-    DEGREES: the degrees, and the cut of the layers into stages; taken over by --use-mp-args-from-checkpoint-args.
-    PRICED: refused by a training, or some of its values are, and priced by a search.
+    DEGREES: the degrees, and the split of the layers into stages; taken over by --use-mp-args-from-checkpoint-args.
+    PRICED: training refuses the flag, or some of its values, and a search prices them.
     """
 
     NONE = 0
@@ -58,9 +58,15 @@ class Role(enum.Flag):
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag. `stores` makes it a switch (no value follows); `refused` names why it cannot be used here and the
-    remedy, `ignored` why it is accepted without effect; with either `neutral` lists the values that ask for nothing.
-    `roles` are its group's where it has none of its own."""
+    """One flag.
+
+    Attributes:
+        stores: makes the flag a switch, which takes no value, and stores this value.
+        refused: why the flag cannot be used here, and the remedy.
+        ignored: why the flag is accepted without effect.
+        neutral: the values of a refused or ignored flag that ask for nothing.
+        roles: None: those of its group.
+    """
 
     names: tuple[str, ...]
     help: str
@@ -83,7 +89,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Group:
-    """Flags that belong together, in the order in which `--help` shows them. `roles`: of every flag that names none."""
+    """Flags that belong together, in the order of `--help`; `roles` apply to every flag that has none of its own."""
 
     title: str
     description: str
@@ -96,13 +102,13 @@ class Group:
 
     @classmethod
     def of(cls, subject: type, title: str, roles: Role = Role.NONE, *, further: Iterable[Flag] = ()) -> "Group":
-        """The flags of the fields of a dataclass, whose docstring describes them, and `further` ones."""
+        """The group of a dataclass's flags and `further` flags; the dataclass's docstring is its description."""
         flags = (_complete(each.metadata["flag"], each.name, each.type) for each in fields(subject))
         return cls(title, " ".join(subject.__doc__.split()), (*flags, *further), roles)
 
 
 def _complete(flag: Flag, name: str, kind: Any) -> Flag:
-    """The flag of a field: its name is the field's unless it has one, and its values are of the field's type."""
+    """Complete a field's flag: unless it has a name, it gets the field's, and its values get the field's type."""
     first, *aliases = flag.names
     if flag.stores is not None:
         kind = None
@@ -113,8 +119,11 @@ def _complete(flag: Flag, name: str, kind: Any) -> Flag:
 
 
 def name_of(destination: str) -> str:
-    """`num_layers` as the user writes it: `--num-layers`. A flag that begins with a digit has `pipeline_` before its
-    destination, since no attribute begins with one."""
+    """The flag of a destination: `num_layers` gives `--num-layers`.
+
+    A flag that begins with a digit has a destination that begins with `pipeline_`, since no attribute begins with a
+    digit.
+    """
     short = destination.removeprefix("pipeline_")
     return "--" + (short if short[0].isdigit() else destination).replace("_", "-")
 
@@ -135,8 +144,8 @@ def option(
     metavar: str | tuple[str, ...] | None = None,
     roles: Role | None = None,
 ) -> Any:
-    """The field of a flag that takes a value (or several, by `nargs`); text that `metavar` calls a file or the like is
-    a path."""
+    """The field of a flag that takes a value, or several by `nargs`; a `metavar` such as FILE makes the value a
+    path."""
     return _field(
         Flag(
             names=(name, *aliases),
@@ -161,12 +170,12 @@ def negation(name: str, text: str, *, aliases: Iterable[str] = (), roles: Role |
 
 
 def path(text: str) -> str:
-    """A path; a leading `~` is the user's home, which a shell leaves alone in `--save=~/run`."""
+    """A path, with a leading `~` expanded to the user's home: a shell does not expand it in `--save=~/run`."""
     return os.path.expanduser(text)
 
 
 def integer(text: str) -> int:
-    """A whole number, with a message that says what was wrong."""
+    """Convert to an int. Raises argparse.ArgumentTypeError with a message that quotes the text."""
     try:
         return int(text)
     except ValueError:
@@ -174,7 +183,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A finite real number, with a message that says what was wrong."""
+    """Convert to a finite float. Raises argparse.ArgumentTypeError with a message that quotes the text."""
     try:
         value = float(text)
     except ValueError:
