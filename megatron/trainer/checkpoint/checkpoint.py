@@ -5,11 +5,11 @@
     writer.finish()                                                     # before the process ends
     position = load_checkpoint(RunParts(chunks, optimizer, scheduler, update), args=args)
 
-Both functions are collective: every rank must call them. Precondition: the pipeline is drained. Format and directory
-layout are those of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
+Both functions are collective: every rank must call them. The pipeline must be drained. Format and directory layout are
+those of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
 
 There are two stores of a run's state: the files of a checkpoint, and the memory of the job's ranks while its degrees
-change. `run_state` and `Restoration` serve both, so a run resumes from both in the same way.
+change. `run_state` and `Restoration` serve both, so a run resumes from either in the same way.
 """
 
 import logging
@@ -79,7 +79,7 @@ class StateStore(Protocol):
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one rank that have state: its model chunks, wrapped or not, with optimizer, scheduler and update."""
+    """The parts of one rank that have state: its model chunks (wrapped or not), optimizer, scheduler and update."""
 
     chunks: Sequence[torch.nn.Module]
     optimizer: MegatronOptimizer | None = None
@@ -87,7 +87,8 @@ class RunParts:
     update: SavedUpdate | None = None
 
     def model_state(self, metadata: dict) -> dict[str, ShardedStateDict]:
-        """The chunks' weights in the newest version. As a side effect the chunks' parameters show that version."""
+        """The weights of the chunks in their newest version. As a side effect the parameters are set to that
+        version."""
         if self.update is not None:
             self.update.show_newest()
         return model_state(self.chunks, metadata)
@@ -100,7 +101,7 @@ class RunParts:
 def run_state(
     parts: RunParts, metadata: dict, *, iteration: int, random_state: ShardedObject | None, with_optimizer: bool = True
 ) -> dict:
-    """The entries for a store of a run that is drained after `iteration` batches. The tensors are the run's own.
+    """The entries that store a run which is drained after `iteration` batches. The tensors are the run's own.
 
     Args:
         metadata: the sharding of the state (see `state`).
@@ -130,9 +131,9 @@ class Restoration:
         random_state: the entry of the store's random state to load; None leaves the generators unchanged.
         with_optimizer: load optimizer and scheduler; otherwise the optimizer starts from the weights.
         new: names of parts of the model that are not loaded and keep their initial values.
-        anew: reset the optimizer's moments and counter; masters and older versions that the store lacks become the
-            weights (see `optimizer_state.Anew`). Only for a store that loads in place, and leaves tensors that it lacks
-            unchanged.
+        anew: reset the optimizer's moments and counter. Master weights and older versions that the store lacks are set
+            to the weights (see `optimizer_state.Anew`). Only for a store that loads in place and leaves tensors that it
+            lacks unchanged.
     """
 
     def __init__(
@@ -166,12 +167,12 @@ class Restoration:
         self._anew = Anew.of(self.request, self.model, store.holds_key) if anew else None
 
     def complete(self, state: dict) -> None:
-        """Apply the loaded `state` to the run. Raises CheckpointError for another schedule of the learning rate."""
+        """Apply the loaded `state` to the run. Raises CheckpointError for another learning rate schedule."""
         parts, optimizer = self._parts, self._parts.optimizer
         if self._anew is not None:
             self._anew.complete(state)
         for entry, chunk in zip(self.model, parts.chunks, strict=True):
-            # an empty stage has no entry; the call finds missing tensors
+            # an empty stage has no entry
             _load_module(unwrap_model(chunk), state.get(entry, {}), new=self._new)
         of_update = (state.get("pipeline") or {}).get("update")
         if parts.update is not None:
@@ -204,7 +205,7 @@ def log_once(message: str) -> None:
 
 
 def _load_scheduler(scheduler: object, state: dict) -> None:
-    scheduler.num_steps = 0  # megatron.core adds what it loads
+    scheduler.num_steps = 0  # megatron.core adds the loaded number to it
     try:
         scheduler.load_state_dict(state)
     except AssertionError as error:  # megatron.core's error for other settings on the command line
@@ -216,9 +217,9 @@ def _load_scheduler(scheduler: object, state: dict) -> None:
 
 
 def _load_module(module: torch.nn.Module, state: dict, *, new: Sequence[str]) -> None:
-    """Load a module's state strictly, except for the parts `new` and Transformer Engine's extra states.
+    """Load a module's state strictly, except for the parts in `new` and Transformer Engine's extra states.
 
-    A checkpoint of another implementation lacks extra states.
+    A checkpoint of another transformer implementation lacks extra states.
     """
     missing, unexpected = module.load_state_dict(state, strict=False)
     misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
@@ -255,10 +256,10 @@ def save_checkpoint(
             `use_distributed_optimizer` are honoured.
         parts: this rank's parts. The newest weight version is stored as the model; the older versions that policies
             such as 2bw need are stored, too.
-        changes: the history of changes to the pipeline, if it changes while it trains; plain numbers, the same on all
-            ranks.
-        on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
-            another thread.
+        changes: the history of changes to the pipeline, if it may change during training; plain numbers, the same on
+            all ranks.
+        on_saved: called on rank 0 with the checkpoint's directory once the checkpoint is durable; with `async_save`
+            later, from another thread.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write (with `async_save`: from the next save or
@@ -326,8 +327,8 @@ def load_checkpoint(
     Args:
         body_only: do not load the parts of a chunk that its `new_parts` name, nor those of its `optional_parts` that
             the checkpoint lacks; the saved model may have another head.
-        say: called on every rank with a line for each difference to the saved run: the pipeline program, the order of
-            samples.
+        say: called on every rank with a line for each difference from the saved run, such as the pipeline program or
+            the order of samples.
 
     Returns:
         The position at which to resume; None if the directory has no checkpoint, so that the run starts from its
@@ -372,9 +373,9 @@ def load_checkpoint(
 
 
 def with_checkpoint_arguments(args: Arguments, *, further: Collection[str] = ()) -> Arguments:
-    """--use-checkpoint-args: parsed arguments with the model's, and `further` ones, of the checkpoint of `args.load`.
+    """Take over the checkpoint's arguments for --use-checkpoint-args: the model's, and those named in `further`.
 
-    Not collective: every rank reads the file itself. Raises CheckpointError if there is no checkpoint.
+    Not collective: every rank reads the file itself. Raises CheckpointError if `args.load` has no checkpoint.
     """
     location = directory.locate(args.load, step=args.ckpt_step) if args.load else None
     if location is None:
@@ -384,7 +385,7 @@ def with_checkpoint_arguments(args: Arguments, *, further: Collection[str] = ())
 
 
 def _judge_what_is_left_over(reader: CheckpointReader, model: dict, strictness: str) -> None:
-    """--dist-ckpt-strictness: log weights of the checkpoint that the model lacks, or raise CheckpointError for them."""
+    """Log the checkpoint's weights that the model lacks, or raise CheckpointError, as --dist-ckpt-strictness says."""
     if strictness.startswith(("ignore_", "return_")):
         return
     left_over = reader.left_over(model)

@@ -2,10 +2,10 @@
 
 Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel
 size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
-batch size and any schedule see the same samples. A model's `Field`s say which parts of a sample a stage needs. If a
-stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. Ranks that share
-sequences (context parallelism) read the same samples, and each keeps its tokens. If a rank has several stages, each has
-an iterator of its own.
+batch size and any schedule read the same samples. A model's `Field`s say which parts of a sample a stage needs. If a
+stage needs data, only its first tensor parallel rank reads them and broadcasts them to its tensor parallel group. Ranks
+that share sequences (context parallelism) read the same samples, and each keeps its own tokens. If a rank has several
+stages, each stage has its own iterator.
 """
 
 import atexit
@@ -28,15 +28,15 @@ from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """A tensor of a microbatch, with the dataset's name for it.
+    """A tensor of a microbatch, named as in the dataset's samples.
 
     Attributes:
         stages: the stages that need the tensor: "first", "last" or "all".
         also: a further stage that needs it, counted from the end: -1 is the last one.
         shape: (microbatch size, sequence length) -> shape of the tensor.
         least_id: the smallest allowed token id; None if the tensor has no token ids.
-        stays_on_host: the host asks for its values. So it stays there, unless tensor ranks have to be told: then the
-            host waits for the device.
+        stays_on_host: the host reads the values, so the tensor stays there. With tensor parallelism it is broadcast all
+            the same, and the host waits for the device.
     """
 
     name: str
@@ -65,7 +65,7 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
 
     These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), with
     `--reset-attention-mask` also `attention_mask` (bool [b, 1, s, s], True for a masked position), and with `--sft`
-    `cu_seqlens` (int32 [b, s + 1]: where conversations begin, and then s again and again).
+    `cu_seqlens` (int32 [b, s + 1]: the first token of each conversation, padded with s).
     """
     further = stage_of_further_layers(args)
     fields = (
@@ -89,16 +89,16 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchSampler:
-    """A sampler that yields the sample numbers of the microbatches that a replica, or a copy of a stage, takes.
+    """A sampler that yields the sample numbers of the microbatches of one replica, or of one copy of a stage.
 
     Attributes:
         num_samples: length of the dataset.
-        consumed_samples: number of samples that were consumed before, over all replicas.
+        consumed_samples: number of samples consumed before, over all replicas.
         micro_batch_size: samples of a microbatch.
-        num_replicas: the number of replicas of the job while no rank is lost. As many microbatches make a round, and
-            data end with a whole round.
-        share: the positions in a batch of the microbatches that are taken.
-        repeats: start over at the end of the dataset, without end.
+        num_replicas: the number of replicas of the job while no rank is lost. One microbatch of each makes a round, and
+            the data end with a whole round.
+        share: the positions in a batch of the microbatches that the sampler yields.
+        repeats: start over at the end of the dataset, endlessly.
     """
 
     num_samples: int
@@ -125,31 +125,31 @@ class MicrobatchSampler:
 
 
 def _start_worker(_: int) -> None:
-    """Prepare a process that loads samples: it ignores SIGINT, and ends when its parent ends.
+    """Prepare a worker process that loads samples: it ignores SIGINT, and ends when its parent ends.
 
-    A bus error names the truncated file; torch would report a lack of shared memory.
+    A bus error is reported with the name of the truncated file; torch would report a lack of shared memory.
     """
     name_cut_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(by=signal.SIGKILL)  # torch's own watch over the parent takes seconds
+    end_with_parent(by=signal.SIGKILL)  # torch's own check for the parent takes seconds
 
 
 class MicrobatchIterator:
     """An iterator over the microbatches of a dataset for one stage of this rank.
 
-    It yields dictionaries of tensors with the fields that the stage needs, on the device but for those that stay on the
-    host; {} if it needs none. With context parallelism a field has this rank's tokens, and an attention mask the rows
-    of these tokens.
+    It yields dictionaries of tensors with the fields that the stage needs; {} if it needs none. The tensors are on the
+    device, except for fields that stay on the host. With context parallelism a field has only this rank's tokens, and
+    an attention mask only the rows of these tokens.
 
     Args:
         dataset: the dataset; None on ranks that do not read.
         fields: the fields of a microbatch.
         name: name of the data in errors.
         consumed_samples: number of samples to skip.
-        vocab_size: token ids from this number on raise ValueError.
+        vocab_size: a token id of at least this number raises ValueError.
         stage, num_stages: the stage, and the number of stages.
         repeats: start over at the end of the dataset; otherwise its end raises ValueError.
-        share: the microbatches of a batch that the stage takes where it is a copy; None: those of its replica.
+        share: the microbatches of a batch that a copy of a stage takes; None: those of its replica.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class MicrobatchIterator:
     def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:
         """Start the processes that load samples.
 
-        They inherit a blocked SIGTERM: a launcher sends it to whole process groups, and it is a stop request to the
-        parent only. The processes end in `close`, at the latest when the interpreter exits.
+        They inherit a blocked SIGTERM: a launcher sends SIGTERM to whole process groups, and it is a stop request to
+        the parent only. `close` ends the processes, at the latest when the interpreter exits.
         """
         loader = self._loader(dataset, repeats)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -203,7 +203,7 @@ class MicrobatchIterator:
             pin_memory=backend.is_cuda(),
             persistent_workers=self.args.num_workers > 0,
             worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # the loader must not draw its seed from dropout's generator
+            generator=torch.Generator(),  # the loader must not draw its seed from the generator of dropout
         )
 
     def __iter__(self) -> "MicrobatchIterator":
@@ -222,7 +222,7 @@ class MicrobatchIterator:
         return get_batch_on_this_cp_rank(shared, cp_group=group, **installed_core().whole_sequences)
 
     def _sample_of(self, number: int) -> int:
-        """The sample from which on the data of all replicas are read for the stage's microbatch of this number."""
+        """The absolute number of the first sample that all replicas read for the stage's microbatch `number`."""
         replicas = number * self.args.data_parallel_size
         position = replicas if self._taken is None else self._taken.position_of(number)
         return self._consumed + position * self.args.micro_batch_size
@@ -232,7 +232,7 @@ class MicrobatchIterator:
         loader, self.loader = self.loader, None
         atexit.unregister(self.close)
         if isinstance(loader, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
-            loader._shutdown_workers()  # references to the loader, as in a traceback, would delay its end
+            loader._shutdown_workers()  # a traceback may refer to the loader and delay its end
             for worker in loader._workers:
                 if worker.is_alive():  # it hangs in a read
                     worker.kill()
@@ -244,7 +244,7 @@ class MicrobatchIterator:
             raise ValueError(
                 f"the {self.name} data ends at sample {self.next_sample}; give more data or shorten the run"
             ) from None
-        except ValueError as error:  # torch adds the traceback of the loading process to the text
+        except ValueError as error:  # torch adds the worker's traceback to the text
             raise ValueError(str(error).strip().rpartition("ValueError: ")[2]) from error
 
     def _check(self, batch: dict[str, torch.Tensor], first: int) -> None:
@@ -285,7 +285,7 @@ def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[
         loss_mask: float32 [b, s], 0 for a token without a loss.
         output: cross entropy of each token, [b, s].
 
-    Returns (sum of losses, number of tokens, {"lm loss": tensor [sum, tokens]}); the last is detached, for the log.
+    Returns (sum of losses, number of tokens, {"lm loss": tensor [sum, tokens]}); the tensor is detached, for the log.
     """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(output.reshape(-1).float() * mask)

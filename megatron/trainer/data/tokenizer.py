@@ -27,7 +27,7 @@ _PACKAGES = {
     "BertWordPieceLowerCase": "tokenizers",
     "BertWordPieceCase": "tokenizers",
 }
-_LOCAL_FILES = {  # tokenizers whose files have flags of their own, instead of --tokenizer-model
+_LOCAL_FILES = {  # tokenizers with their own flags for files, instead of --tokenizer-model
     "GPT2BPETokenizer": (("--vocab-file", "vocab_file"), ("--merge-file", "merge_file")),
     "BertWordPieceLowerCase": (("--vocab-file", "vocab_file"),),
     "BertWordPieceCase": (("--vocab-file", "vocab_file"),),
@@ -103,9 +103,9 @@ class WordPieceTokenizer(FastTokenizer):
 
 
 class SentinelTokenizer(WordPieceTokenizer):
-    """BERT's tokenizer with the tokens of a T5: [BOS], [EOS], and an extra id for each run of words that is taken out.
+    """BERT's tokenizer with the tokens of a T5: [BOS], [EOS], and an extra id for each masked span.
 
-    Tokens that the vocabulary lacks get ids behind it, in this order, as in Megatron-LM.
+    Tokens that the vocabulary lacks get the ids after its last one, in this order, as in Megatron-LM.
     """
 
     bos = eos = -1
@@ -119,10 +119,10 @@ class SentinelTokenizer(WordPieceTokenizer):
 
 
 class TextToTextTokenizer(FastTokenizer):
-    """The tokenizer of a T5 of Hugging Face, from its `tokenizer.json`.
+    """The tokenizer of a Hugging Face T5, from its `tokenizer.json`.
 
-    A decoder begins with <pad>, so what pads samples is no token. Raises ValueError if a token that samples of a T5
-    need is missing, or fewer than `num_runs` extra ids are there.
+    A decoder's input begins with <pad>, so samples are padded with -1, which is no token. Raises ValueError if a token
+    that T5 samples need is missing, or if there are fewer than `num_runs` extra ids.
     """
 
     pad = cls = sep = -1
@@ -130,7 +130,7 @@ class TextToTextTokenizer(FastTokenizer):
     def __init__(self, path: str, core, *, num_runs: int) -> None:
         super().__init__(path, core)
         names = [f"<extra_id_{number}>" for number in range(num_runs)]
-        names = names if core.token_to_id(names[0]) is not None else [f"▁{name}" for name in names]  # an mT5's
+        names = names if core.token_to_id(names[0]) is not None else [f"▁{name}" for name in names]  # mT5's names
         found = [core.token_to_id(name) for name in names]
         self.bos = core.token_to_id("<pad>")
         if None in (self.bos, *found) or self.eod_token != "</s>":
@@ -142,7 +142,8 @@ class TextToTextTokenizer(FastTokenizer):
 
 
 def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
-    """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
+    """Build the tokenizer that `args` name. Raises ValueError for a package or file that is missing or cannot be
+    read."""
     if (problem := problem_with_tokenizer(args)) is not None:
         raise ValueError(problem)
     try:
@@ -158,7 +159,8 @@ def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
 
 
 def problem_with_tokenizer(args: TrainConfig) -> str | None:
-    """A sentence about the package or file of the tokenizer that this machine lacks; None if it lacks nothing."""
+    """A sentence about the package or file that the tokenizer needs and this machine lacks; None if it lacks
+    nothing."""
     kind = args.tokenizer_type
     package = _PACKAGES.get(kind)
     if package and importlib.util.find_spec(package) is None:
@@ -186,7 +188,7 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
         return _gpt2(args.vocab_file, args.merge_file)
     if kind.startswith("BertWordPiece"):
         core = _wordpiece(args.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
-        if getattr(args, "architecture", None) == "t5":  # tools that prepare data have no model
+        if getattr(args, "architecture", None) == "t5":  # tools that prepare data have no architecture
             return SentinelTokenizer(args.vocab_file, core, num_extra_ids=args.vocab_extra_ids)
         return WordPieceTokenizer(args.vocab_file, core)
     if kind == "NullTokenizer":
@@ -220,7 +222,7 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
 
 
 def _null(num_ids: int) -> MegatronTokenizerBase:
-    """A tokenizer of whole numbers below `num_ids`, which is the end of a document."""
+    """A tokenizer of whole numbers below `num_ids`; `num_ids` itself is the end-of-document token."""
     library, num_beside = installed_core().null_tokenizer
     return MegatronTokenizer.from_pretrained(metadata_path={"library": library}, vocab_size=num_ids + num_beside)
 
@@ -237,7 +239,7 @@ def _gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
 
 
 def _wordpiece(vocab_file: str, *, lowercase: bool):
-    """The core of BERT's tokenizer."""
+    """BERT's tokenizer from the `tokenizers` package."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     core = Tokenizer(models.WordPiece.from_file(vocab_file, unk_token="[UNK]"))
@@ -248,7 +250,8 @@ def _wordpiece(vocab_file: str, *, lowercase: bool):
 
 
 def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
-    """The number of rows of the embedding. Raises ValueError for a --padded-vocab-size that lacks rows."""
+    """The number of rows of the embedding. Raises ValueError for a --padded-vocab-size below the number of token
+    ids."""
     size = vocab_size(args, tokenizer)
     rows = padded_vocabulary(args, size)
     if rows < size:
@@ -260,14 +263,17 @@ def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> in
 
 def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
     """The number of token ids that may occur in the data: at least `--vocab-size`, plus `--vocab-extra-ids`."""
-    extra = 0 if isinstance(tokenizer, SentinelTokenizer) else args.vocab_extra_ids  # it has them already
+    extra = 0 if isinstance(tokenizer, SentinelTokenizer) else args.vocab_extra_ids  # it has them
     return max(tokenizer.vocab_size, args.vocab_size or 0) + extra
 
 
 def require_known_tokens(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None:
-    """`--load-hf`: raise ValueError where the tokenizer has more tokens than the model, whose rows would be zero.
+    """Check for `--load-hf` that the model has a row for each of the tokenizer's tokens; a missing row would be zero.
 
-    A NullTokenizer's end-of-document token is of its own making.
+    A NullTokenizer adds its own end-of-document token, so it is not checked.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model.
     """
     size = vocab_size(args, tokenizer)
     if size > args.vocab_size and args.tokenizer_type != "NullTokenizer":

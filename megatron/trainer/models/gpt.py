@@ -1,12 +1,12 @@
-"""The GPT model, and the basis of other models: initial weights that do not depend on the number of stages.
+"""The GPT model, and the base of other models: initial weights that do not depend on the number of stages.
 
 Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's initial weights
 depend on the number of layers that were built before it on the same rank. Runs at p=1 and p=4 would start from
 different models and could not be compared.
 
-Solution: every layer, the embedding and the output layer draw from streams of their own, seeded by the run's seed and
-the layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the full matrix
-and cuts it, so the weights do not depend on the tensor parallel size either.
+Solution: every layer, the embedding and the output layer draw from random streams of their own, seeded by the run's
+seed and the layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the
+full matrix and shards it, so the weights do not depend on the tensor parallel size either.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ from megatron.trainer.models.packed_sequences import taking_packed_sequences
 from megatron.trainer.ranks import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers, greater than the offsets of tensor ranks
-_AFTER_LAYERS = 2  # streams behind those of the layers: of the output layer and of heads
+_AFTER_LAYERS = 2  # streams after those of the layers: for the output layer and for heads
 
 
 class SeededTransformerLayer(TransformerLayer):
-    """A layer whose initial weights depend only on the run's seed and on its global number."""
+    """A layer whose initial weights depend only on the run's seed and on the layer's global number."""
 
     seed = 0
 
@@ -65,7 +65,8 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 class ResidualAfterNormLayer(SeededTransformerLayer):
-    """A layer that adds to the outputs of its norms, and not to their inputs, as the published BERT does."""
+    """A layer whose residual connections start at the outputs of its norms, not at their inputs, as in published
+    BERT."""
 
     def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **options) -> None:
         super().__init__(config, submodules, layer_number, **options)
@@ -74,7 +75,8 @@ class ResidualAfterNormLayer(SeededTransformerLayer):
 
 
 def _adding_to_output(norm: torch.nn.Module, bias_dropout_add: Callable) -> Callable:
-    """megatron.core's `bias_dropout_add`, which adds to the newest output of `norm` in place of the residual."""
+    """Wrap megatron.core's `bias_dropout_add` so that it adds to the latest output of `norm` instead of the
+    residual."""
     outputs: list[torch.Tensor] = []
     norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
 
@@ -96,8 +98,10 @@ def layer_spec(args: TrainConfig) -> ModuleSpec:
 
 
 def block_spec(args: TrainConfig, config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """The specification of the layers of the stage that `config` describes: one of all layers, or of each layer where
-    some have experts."""
+    """The specification of the layers of the stage that `config` describes.
+
+    It is one specification for all layers; if some layers have experts, there is one for each layer.
+    """
     if args.num_experts is None:
         return layer_spec(args)
     uses_engine = args.transformer_impl == "transformer_engine"
@@ -107,7 +111,7 @@ def block_spec(args: TrainConfig, config: TransformerConfig) -> ModuleSpec | Tra
 
 
 class SeededMultiTokenLayer(MultiTokenPredictionLayer):
-    """A layer of multi-token prediction whose initial weights depend only on the run's seed and on its number."""
+    """A multi-token prediction layer whose initial weights depend only on the run's seed and on the layer's number."""
 
     seed = 0
 
@@ -117,13 +121,15 @@ class SeededMultiTokenLayer(MultiTokenPredictionLayer):
 
 
 def further_layers_spec(args: TrainConfig, config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules | None:
-    """The specification of the layers of multi-token prediction of the stage that `config` describes, which have the
-    parts of the last layer; None if it has none."""
+    """The specification of the multi-token prediction layers of the stage that `config` describes.
+
+    They have the parts of the model's last layer. None if the stage has no such layer.
+    """
     uses_engine, last = args.transformer_impl == "transformer_engine", layer_spec(args)
     if args.num_experts is not None:
         kinds = get_gpt_decoder_layer_specs(config, uses_engine, normalization=args.normalization)
         last = seeded_spec(args, kinds[-1])
-    last = dataclasses.replace(last, module=TransformerLayer)  # it draws on where `SeededMultiTokenLayer` begins
+    last = dataclasses.replace(last, module=TransformerLayer)  # draws from the stream of its `SeededMultiTokenLayer`
     block = get_gpt_mtp_block_spec(config, last, use_transformer_engine=uses_engine)
     if block is None:
         return None
@@ -132,10 +138,12 @@ def further_layers_spec(args: TrainConfig, config: TransformerConfig) -> MultiTo
 
 
 def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> ModuleSpec:
-    """The module specification `spec` of a transformer layer with the seeded layer class. Where ranks share sequences,
-    the attention of a local layer takes parts of them; with `--sft` it keeps conversations apart.
+    """The specification `spec` of a transformer layer, with the seeded layer class.
 
-    `before`: layers of another stack, whose streams come first.
+    With context parallelism, the attention of a local layer takes shards of sequences; with `--sft`, it keeps
+    conversations apart.
+
+    `before`: the number of layers in another stack, whose streams come first.
     """
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         spec = sharing_sequences(spec)
@@ -147,17 +155,18 @@ def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> Modu
 
 
 def layer_stream(args: TrainConfig, number: int) -> int:
-    """The seed of the weights of layer `number`: 0 is the embedding, then layers, then output layer and heads."""
+    """The seed of the weights of layer `number`: 0 is the embedding, then the layers, the output layer and the
+    heads."""
     return args.seed + _STREAM * number
 
 
 def gpt_model(
     args: TrainConfig, config: TransformerConfig, pre_process: bool = True, post_process: bool = True
 ) -> LanguageModule:
-    """Build the part of the GPT for the stage that `config` describes.
+    """Build the GPT's layers for the stage that `config` describes.
 
-    `args.padded_vocab_size` gives the size of the embedding. At the end the random states are reset by
-    `set_seeds(args.seed)`.
+    `args.padded_vocab_size` gives the number of rows of the embedding. At the end, `set_seeds(args.seed)` resets the
+    random states.
     """
     set_seeds(args.seed)
     tied = not args.untie_embeddings_and_output_weights
@@ -179,7 +188,7 @@ def gpt_model(
     if post_process and not tied:
         draw_output_weight(args, config, model.output_layer.weight)
     drop_unread_output_weight(model)
-    if model.mtp_process:  # a copy has the learning rate of the first stage's embedding
+    if model.mtp_process:  # this copy of the embedding gets the learning rate of the first stage's
         model.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
     set_seeds(args.seed)
     return model
@@ -197,7 +206,7 @@ def _as_gpt_model(args: TrainConfig, config: TransformerConfig, **shape) -> GPTM
 
 
 def _as_hybrid_model(args: TrainConfig, config: TransformerConfig, **shape) -> LanguageModule:
-    from megatron.trainer.models import hybrid  # megatron.core has its parts from 0.18 on
+    from megatron.trainer.models import hybrid  # megatron.core has the parts of hybrid models from 0.18 on
 
     return hybrid.build(layer_spec(args), config=config, seed=layer_stream(args, 0), distance=_STREAM, **shape)
 
@@ -205,7 +214,8 @@ def _as_hybrid_model(args: TrainConfig, config: TransformerConfig, **shape) -> L
 def draw_output_weight(args: TrainConfig, config: TransformerConfig, weight: torch.Tensor) -> None:
     """Initialise an untied output layer again, from its own random stream.
 
-    megatron.core draws it after the rank's layers, so that it would depend on the number of these layers.
+    megatron.core draws its weights after those of the rank's layers, so they would depend on the number of these
+    layers.
     """
     set_seeds(layer_stream(args, config.num_layers + 1))
     layer = tensor_parallel.ColumnParallelLinear(
@@ -232,7 +242,7 @@ def build_chunks(
         config: configuration of the whole model.
         stages: the stages of this rank in ascending order.
         layers: number of layers of each stage of the pipeline; default: one stage with all layers.
-        on_host: weights live on the host, so each chunk leaves the device before the next one is built.
+        on_host: weights live on the host, so each chunk is moved there before the next one is built.
     """
     layers = (config.num_layers,) if layers is None else layers
     num_stages, chunks = len(layers), []
@@ -246,7 +256,7 @@ def build_chunks(
         model.to(backend.device())
         if own.fp16 or own.bf16:
             model = Float16Module(own, model)
-            if model.pg_collection is None:  # otherwise it would test the rank, and not the stage, for being the last
+            if model.pg_collection is None:  # otherwise it would check whether the rank, not the stage, is the last
                 model.pg_collection = seen
         chunks.append(model)
         if on_host:
@@ -261,10 +271,10 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:  # fmt: skip
     """Wrap each chunk with megatron.core's gradient buffers, and broadcast its weights to all replicas.
 
-    `on_host`: weights live on the host, and the device has only the gradients that backwards add to. `draws`: if False,
-    weights are loaded later, so they are not broadcast and the call is not collective.
+    `on_host`: weights live on the host, and the device has only the gradients that backwards accumulate. `draws`: if
+    False, weights are loaded later, so they are not broadcast and the call is not collective.
     """
-    if on_host:  # replicas have drawn the same weights, so no broadcast is needed
+    if on_host:  # all replicas have drawn the same weights, so no broadcast is needed
         return [RelayChunk(chunk.config, ddp_config, chunk) for chunk in chunks]
     wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)

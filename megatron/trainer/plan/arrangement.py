@@ -1,14 +1,14 @@
-"""How a job's ranks share a model, and which process is which rank.
+"""How the ranks of a job share a model, and the assignment of ranks to processes.
 
 The arrangement: the ranks of a pipeline, the number of pipelines, the layers of each rank, and the frozen layers. A run
-begins in the arrangement that its flags give. If the arrangement changes while the run trains, the run continues with
-the configuration of a run that began in the present one (`arranged`).
+begins in the arrangement that its flags give. When the arrangement changes during training, the run continues with the
+configuration of a run that began in the new arrangement (`arranged`).
 
 The processes (`--rank-mapping`): before the process group forms, the process with physical rank 0 reads the files and
 decides for all (`megatron.pipeline.start_up.rank_exchange`). Then each process rewrites its RANK; LOCAL_RANK, and with
-it the device, stays. The store stays where it is, with torchrun's agent or with the process of physical rank 0,
-whichever process becomes logical rank 0. If the pipeline changes while it trains, processes keep their ranks, and
-`pipelines_in_a_row` decides anew whether the ranks of a pipeline stand in a row, or the replicas of a stage.
+it the device, stays. The store also stays, with torchrun's agent or with the process of physical rank 0, whichever
+process becomes logical rank 0. When the pipeline changes during training, processes keep their ranks, and
+`pipelines_in_a_row` decides anew whether the ranks of a pipeline are consecutive, or the replicas of a stage.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ from megatron.trainer.plan import from_flags
 
 @dataclass(frozen=True)
 class Outlook:
-    """Simulated seconds of a batch, without the decision and with it; `missed`: what was asked for by hand and is
-    impossible, or None."""
+    """Simulated seconds of a batch without and with a change.
+
+    `missed`: the arrangement that the user asked for and that is impossible, or None.
+    """
 
     before: float
     after: float
@@ -78,8 +80,9 @@ class Change:
     Attributes:
         before, after: the old and the new arrangement.
         num_layers: number of layers of the model.
-        num_bytes, bytes_moved: bytes of all ranks' new state, and how many of them came from other ranks.
-        seconds: from the end of the old engine to the start of the new one.
+        num_bytes: bytes of the new state, over all ranks.
+        bytes_moved: how many of these bytes came from other ranks.
+        seconds: time from the end of the old engine to the start of the new one.
     """
 
     before: Arrangement
@@ -90,7 +93,7 @@ class Change:
     seconds: float
 
     def describe(self, outlook: Outlook | None = None) -> str:
-        """One line for the log."""
+        """One line about the change for the log."""
         text = (
             f"frozen layers: {self.after.num_frozen} of {self.num_layers} (before {self.before.num_frozen}) | "
             f"pipeline: {self.after.pipeline} (before {self.before.pipeline}) | data: {self.after.data} (before "
@@ -107,27 +110,28 @@ class Change:
 
 
 def batch_size(args: TrainConfig, arrangement: Arrangement) -> int:
-    """The samples of a training batch after any ramp-up. The batches of an evaluation have the size that the flags
-    give."""
+    """The number of samples in a training batch after any ramp-up.
+
+    The batches of an evaluation keep the size that the flags give.
+    """
     if args.elastic_batch == "constant":
         return args.global_batch_size
     return args.global_batch_size * arrangement.data // args.first_arrangement.data
 
 
 def iterations_to_the_end(args: TrainConfig, *, iteration: int, consumed_samples: int) -> int:
-    """The last iteration of a run that is at this position: a grown batch uses up `--train-samples` in fewer
-    iterations."""
+    """The last iteration of a run at this position: larger batches use up `--train-samples` in fewer iterations."""
     if args.elastic_batch == "constant":
         return args.train_iters
     return iteration + (args.train_samples - consumed_samples) // args.batch_sizes.global_batch_size
 
 
 def arranged(args: TrainConfig, arrangement: Arrangement) -> TrainConfig:
-    """The configuration of the run in this arrangement.
+    """The configuration of the run in `arrangement`.
 
     Raises:
-        ValueError: a rank has no layer, batches cannot be shared out to so many replicas, or the schedule does not run
-            so few microbatches.
+        ValueError: a rank has no layer, the batches cannot be divided among so many replicas, or the schedule does not
+            run so few microbatches.
     """
     per_microbatch = arrangement.micro_batch_size * arrangement.data
     sizes = replace(
@@ -138,7 +142,7 @@ def arranged(args: TrainConfig, arrangement: Arrangement) -> TrainConfig:
             f"an evaluation's batch of {args.global_batch_size} samples is not divisible by micro batch size x data "
             f"parallel size ({per_microbatch})"
         )
-    stages = arrangement.stages  # refuses a rank without layers at the first arrangement, too
+    stages = arrangement.stages  # also refuses a first arrangement with a rank without layers
     changed = replace(
         args, arrangement=arrangement, pipeline_model_parallel_size=arrangement.pipeline,
         data_parallel_size=arrangement.data, micro_batch_size=arrangement.micro_batch_size, batch_sizes=sizes,
@@ -149,7 +153,7 @@ def arranged(args: TrainConfig, arrangement: Arrangement) -> TrainConfig:
 
 
 def as_at_first(args: TrainConfig) -> dict[str, int]:
-    """The arguments that `arranged` has changed, as the flags gave them."""
+    """The values that the flags gave to the arguments that `arranged` changes."""
     first = args.first_arrangement
     return {
         "pipeline_model_parallel_size": first.pipeline,
@@ -160,7 +164,7 @@ def as_at_first(args: TrainConfig) -> dict[str, int]:
 
 @contextmanager
 def reading_changes(args: TrainConfig) -> Iterator[None]:
-    """A block that reads a checkpoint's record of changes. Raises CheckpointError where the record is invalid."""
+    """Raise CheckpointError if the block, which reads a checkpoint's record of changes, finds the record invalid."""
     try:
         yield
     except CheckpointError:
@@ -179,7 +183,8 @@ def first_arrangement(args: TrainConfig) -> Arrangement:
 
 
 def model_config(args: TrainConfig) -> TransformerConfig:
-    """The model's configuration for the pipeline that the flags ask for: the flags may say how the model is cut."""
+    """The model's configuration for the pipeline that the flags give, since the flags may say how to split the
+    model."""
     if args.arrangement is None:
         return core_config.transformer_config(args)
     first = args.first_arrangement.pipeline
@@ -189,12 +194,12 @@ def model_config(args: TrainConfig) -> TransformerConfig:
 def arrangement_to_begin_with(args: TrainConfig) -> Arrangement:
     """The arrangement in which a run is built, at its start or from a checkpoint (`args.recorded_changes`).
 
-    This is the checkpoint's arrangement if the job has the same number of ranks and the flags ask for the same first
-    arrangement as when it was saved; otherwise the arrangement of the flags. Frozen layers stay frozen, unless the
-    optimizer's state is not loaded and nothing is to freeze.
+    This is the checkpoint's arrangement if the job has the same number of ranks and the flags give the same first
+    arrangement as when the checkpoint was saved; otherwise the arrangement of the flags. Frozen layers stay frozen,
+    unless the optimizer's state is not loaded and --freeze-training is not given.
 
     Raises:
-        CheckpointError: the checkpoint has frozen layers, and the run would train them; or what it says is damaged.
+        CheckpointError: the checkpoint has frozen layers and the run would train them, or its record is damaged.
     """
     first, recorded = args.first_arrangement, args.recorded_changes
     if recorded is None:
@@ -212,7 +217,7 @@ def arrangement_to_begin_with(args: TrainConfig) -> Arrangement:
             "weights"
         )
     if sum(wanted.layers_of_rank) != args.num_layers:
-        return first  # of another model; loading says in what it differs
+        return first  # a checkpoint of another model, whose differences the loading reports
     unchanged = first.with_frozen(wanted.num_frozen)
     if asked_for != first or (wanted.pipeline != first.pipeline and not args.elastic_pipeline):
         return unchanged
@@ -248,7 +253,7 @@ def assign_rank(args: TrainConfig, store: Store, *, rank: int, world_size: int, 
 
     Raises:
         SameEverywhere: a file, the hosts or the mapping is wrong.
-        OnThisRank: another process is gone.
+        OnThisRank: another process has ended.
     """
     if args.rank_mapping == "standard" and args.rank_topology is None:
         return RankAssignment(rank, 0, tuple(_advice_without_hosts(args)))
@@ -260,7 +265,7 @@ def assign_rank(args: TrainConfig, store: Store, *, rank: int, world_size: int, 
 
 
 def decide(args: TrainConfig, processes: Sequence[Process]) -> tuple[list[int], list[str]]:
-    """Logical rank by physical rank, and lines for the log. Raises ValueError."""
+    """Find the logical rank of each physical rank, and lines for the log. Raises ValueError."""
     topology = load_topology(args.rank_topology) if args.rank_topology else None
     slots = find_slots(processes, topology)
     if topology is not None:
@@ -279,7 +284,7 @@ def decide(args: TrainConfig, processes: Sequence[Process]) -> tuple[list[int], 
 
 
 def degrees_of(args: TrainConfig) -> Degrees:
-    """The degrees of the job as it is arranged now."""
+    """The degrees of the job in its current arrangement."""
     return Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
         data=num_replicas(args),
@@ -312,7 +317,7 @@ def estimated_traffic(args: TrainConfig) -> Traffic:
 
 
 def cut_model(args: TrainConfig) -> CutModel:
-    """The job's model in its stages; where flags deal out layers unevenly, each stage has the mean."""
+    """The job's model split into stages; stages with different numbers of layers all count with the mean."""
     schedule, frozen, rows = args.schedule, args.frozen_stages, args.padded_vocab_size
     if rows is None and args.architecture != "vit":  # tokenizers are read after the group has formed
         rows = padded_vocabulary(args, assumed_vocabulary(args))
@@ -325,13 +330,13 @@ def cut_model(args: TrainConfig) -> CutModel:
 
 
 def pipelines_in_a_row(args: TrainConfig, processes: Sequence[Process]) -> bool:
-    """Whether transfers take less if the ranks of each pipeline stand in a row, and not the replicas of each stage.
+    """Whether transfers take less time if the ranks of each pipeline are consecutive, not the replicas of each stage.
 
-    Without `--rank-topology`: whether fewer bytes cross a node.
+    Without `--rank-topology`: whether fewer bytes cross nodes.
 
     Args:
-        args: of a job that is arranged as it is to go on.
-        processes: by rank.
+        args: the configuration in the arrangement with which the job continues.
+        processes: the job's processes, by rank.
     """
     topology = load_topology(args.rank_topology) if args.rank_topology else None
     slots = find_slots(processes, topology)
@@ -381,7 +386,7 @@ def _judge_bandwidth(args: TrainConfig, mapping: Mapping, degrees: Degrees, topo
 
 
 def _advice_without_hosts(args: TrainConfig) -> list[str]:
-    """What the launcher's environment alone shows about pairs."""
+    """Advice about pairs of ranks on different nodes, from the launcher's environment alone."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not evictors(args) or not local.isdigit() or int(local) >= args.world_size:
         return []

@@ -48,12 +48,13 @@ def pretrain(
     started: float,
     notes: Sequence[str] | None,
 ) -> None:
-    """Train as `args` say.
+    """Run the training job that `args` describe.
 
     Args:
-        args: parsed.
-        stop, started: SIGTERM as a stop request, and when the program started (`time.time()`).
-        notes: what `validate_args` has said of `args`; None: that is still to do.
+        args: the parsed flags.
+        stop: notes SIGTERM as a stop request.
+        started: when the program started (`time.time()`).
+        notes: the notes that `validate_args` returned for `args`; None: `args` are not validated yet.
 
     Raises:
         SameEverywhere: an error that all ranks know; print it once.
@@ -66,12 +67,12 @@ def pretrain(
     host = this_process().host
     guard = failure_guard.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all)
     if lost_ranks is not None:
-        guard = nullcontext()  # an error ends this rank alone, and the others notice
+        guard = nullcontext()  # an error ends this rank alone, and the other ranks notice
     with initialize.left_in_order(), guarded(guard):
         if lost_ranks is not None and not lost_ranks.has_state:
             try:
                 run = assemble_alone(args, program)
-            except ValueError as error:  # the others do not know it
+            except ValueError as error:  # the other ranks do not know of the error
                 raise OnThisRank(str(error)) from error
             try:
                 lost_ranks.come_back(run)
@@ -84,7 +85,7 @@ def pretrain(
         proved = () if lost_ranks is None else lost_ranks.proved.lines
         for line in (*assignment.lines, *proved, *(f"note: {note}" for note in notes)):
             run.reporter.say(line)
-        # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
+        # A later collection that traverses all these objects would take tenths of a second while the pipeline waits.
         gc.collect()
         gc.freeze()
         run.is_kept_out_of_collections = True
@@ -99,14 +100,16 @@ def pretrain(
 def _join_job(
     args: argparse.Namespace, notes: Sequence[str] | None
 ) -> tuple[TrainConfig, RankAssignment, Sequence[str], LostRanks | None]:
-    """Become a rank of the job; returns the run's configuration, which rank this is, notes for the log, and what goes
-    on without lost ranks.
+    """Become a rank of the job.
 
-    A rank that finds a problem meets the others nevertheless, so that they end with it and know why.
+    Returns the run's configuration, this process's rank, notes for the log, and the object that handles lost ranks
+    (None without `--go-on-without-lost-ranks`).
+
+    A rank that finds a problem meets the others nevertheless, so that they end too and know the reason.
     """
     problem = job = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
+    # Hosts load their programs at different speeds, even if the later timeout of transfers is short.
     patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
     made_here = args.pipeline_schedule == AUTO
     try:
@@ -117,7 +120,7 @@ def _join_job(
     try:
         rank, world_size, _ = initialize.environment_ranks()
         if args.go_on_without_lost_ranks:
-            from megatron.pipeline.runtime.failure.membership import takes_in  # which other runs start without
+            from megatron.pipeline.runtime.failure.membership import takes_in  # other runs start without this module
 
             job = initialize.running_job(partial(takes_in, timeout=args.failure_timeout))
         store = initialize.rendezvous() if job is None else job
@@ -136,7 +139,7 @@ def _join_job(
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=patience)
     lost_ranks = None
     if args.go_on_without_lost_ranks:
-        from megatron.trainer.run.lost_ranks import LostRanks  # and survivors, the same
+        from megatron.trainer.run.lost_ranks import LostRanks  # other runs start without this module
 
         lost_ranks = LostRanks(args, store, rank=assignment.rank, world_size=world_size, is_new=comes_back)
         if comes_back:
@@ -153,15 +156,14 @@ def complete(
     *,
     program_over: tuple[torch.distributed.Store, timedelta] | None = None,
 ) -> tuple[TrainConfig, list[str]]:
-    """The run's configuration, with what follows from the flags, from the checkpoint and from this machine, and notes
-    for the log.
+    """The run's configuration, completed from the flags, the checkpoint and this machine, and notes for the log.
 
     Args:
-        args: parsed.
-        notes: what `validate_args` has said of `args`; None: they are validated here, with the checkpoint's arguments
-            where `--use-checkpoint-args` asks for them.
-        program_over: the store over which rank 0 hands out the program of `--pipeline-schedule auto`, and how long to
-            wait for that.
+        args: the parsed flags.
+        notes: the notes that `validate_args` returned for `args`; None: validate them here, with the checkpoint's
+            arguments if `--use-checkpoint-args` is given.
+        program_over: the store through which rank 0 shares the program of `--pipeline-schedule auto`, and how long to
+            wait for it.
 
     Raises ValueError.
     """
@@ -169,7 +171,7 @@ def complete(
         rank, world_size, _ = initialize.environment_ranks()
         args, overridden = _take_over(args) if args.use_checkpoint_args else (args, [])
         if program_over is not None:
-            from megatron.trainer.plan import auto_program  # the planner, which other runs start without
+            from megatron.trainer.plan import auto_program  # other runs start without the planner
 
             store, patience = program_over
             make = partial(
@@ -190,7 +192,7 @@ def complete(
 
 
 def _take_over(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments with the checkpoint's in the place of the command line's, and notes on those that were given."""
+    """Replace arguments by the checkpoint's; also return notes on replaced arguments that the command line gave."""
     given = {name: getattr(args, name) for name in args.given if hasattr(args, name)}
     degrees = destinations(Role.DEGREES) if args.use_mp_args_from_checkpoint_args else ()
     args = with_checkpoint_arguments(args, further=degrees)
