@@ -1,7 +1,7 @@
-"""What the machine allows: flags that need CUDA, Transformer Engine or Apex.
+"""The limits of the machine: flags that need CUDA, Transformer Engine or Apex.
 
-A default that the machine cannot serve is turned off and noted once. What the user asked for by name is refused.
-Pure: the machine is described by a record, so that the CUDA cases are tested without CUDA.
+A default that the machine does not support is turned off and noted once. A flag that the user gave is refused. Nothing
+here asks the machine: a record describes it, so that the CUDA cases are tested without CUDA.
 """
 
 from collections import defaultdict
@@ -29,13 +29,13 @@ from megatron.trainer.arguments.rules.context import context_of_engine
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """What a machine offers.
+    """The features of a machine.
 
     Attributes:
-        core: how its megatron.core differs from others; this machine's if it is not given.
-        engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
-        engine_puts_off: Transformer Engine's layers can put weight gradients off, as I and W do.
-        without_fp8: recipe of FP8 that the machine does not support -> the reason.
+        core: the differences between versions of megatron.core; by default, this machine's version.
+        engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer that was set at its forward.
+        engine_puts_off: Transformer Engine's layers can defer weight gradients, as the split into I and W needs.
+        without_fp8: an FP8 recipe that the machine does not support -> the reason.
     """
 
     is_cuda: bool
@@ -53,9 +53,9 @@ _PACKAGES = {_ENGINE: "has_transformer_engine", "apex": "has_apex", "deep_ep": "
 
 
 def assumed_platform(packages: Iterable[str] | None) -> Platform:
-    """A machine with CUDA and `packages`, each NAME or NAME==VERSION; None: with all, in their newest versions.
+    """A machine with CUDA and `packages`, each NAME or NAME==VERSION; None: with all of them, in their newest versions.
 
-    Raises ValueError for another package, or an invalid version.
+    Raises ValueError for an unknown package or an invalid version.
     """
     if packages is None:
         return Platform(is_cuda=True, **dict.fromkeys(_PACKAGES.values(), True))
@@ -76,9 +76,9 @@ def assumed_platform(packages: Iterable[str] | None) -> Platform:
 
 
 def resolve_platform(args: Arguments, platform: Platform) -> list[str]:
-    """Set what depends on the machine in `args`; returns notes for the log (one sentence each).
+    """Set the values in `args` that depend on the machine; return notes for the log, one sentence each.
 
-    Raises ValueError for a flag that the user gave and the machine cannot serve.
+    Raises ValueError for a flag that the user gave and the machine does not support.
     """
     notes = [*_choose_implementation(args, platform)]
     uses_engine = args.transformer_impl == "transformer_engine"
@@ -172,12 +172,12 @@ def resolve_platform(args: Arguments, platform: Platform) -> list[str]:
 
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _VALUES_OF_BACKEND = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
-"""What megatron.core sets these variables to, and ends where they have other values."""
+"""Attention backend -> the values to which megatron.core sets these variables; it ends if they have other values."""
 _SCALES = "NVTE_APPLY_QK_LAYER_SCALING"
 
 
 def require_attention_environment(args: Arguments, environment: Mapping[str, str]) -> None:
-    """Raise ValueError where a variable of Transformer Engine selects another attention than the flags."""
+    """Raise ValueError if a variable of Transformer Engine selects another attention than the flags."""
     wanted = dict(zip(_ATTENTION_VARIABLES, _VALUES_OF_BACKEND[args.attention_backend], strict=True))
     for name, value in wanted.items():
         if environment.get(name, value) != value:
@@ -197,7 +197,7 @@ _RESETS = "--reset-attention-mask keeps documents apart by one"
 
 
 def _needs_local(args: Arguments) -> str | None:
-    """Why the model has local layers alone; None: it has either."""
+    """Why the model needs local layers; None: Transformer Engine's layers can compute it, too."""
     if args.residual_from_norm:
         return "--residual-from-norm adds to what norms give, which Transformer Engine's layers do not hand out"
     if args.position_embedding_type == "relative":
@@ -206,13 +206,13 @@ def _needs_local(args: Arguments) -> str | None:
 
 
 def _keeps_several_gradient_buffers(args: Arguments) -> bool:
-    """Whether a batch accumulates gradients while those of the batch before are reduced."""
+    """Whether a batch accumulates gradients while those of the previous batch are reduced."""
     weights = choice_of(args).policy
     return weights.overlaps_updates and not args.pipeline_2bw_single_gradient_buffer
 
 
 def _choose_implementation(args: Arguments, platform: Platform) -> Iterable[str]:
-    """Yields a note where the schedule decides."""
+    """Set `args.transformer_impl`. Yields a note if the schedule, the masks or the model decide it."""
     can_use_engine = platform.is_cuda and platform.has_transformer_engine
     splits = args.schedule.splits_backward
     needs = f"{choice_of(args).flag} splits backwards into I and W"
@@ -251,7 +251,7 @@ def _choose_implementation(args: Arguments, platform: Platform) -> Iterable[str]
 
 
 def _what_hinders_halves(program: ProgramSchedule | None, platform: Platform) -> str | None:
-    """Why Transformer Engine's layers cannot follow I and W; None: they can. `program`: of a user's file."""
+    """Why Transformer Engine's layers cannot follow I and W; None: they can. `program`: that of a user's file."""
     if not platform.engine_puts_off:
         return f"layers of Transformer Engine can put weight gradients off from {PUTS_GRADIENTS_OFF} on"
     for row in program.program.rows if program is not None else ():
@@ -267,7 +267,7 @@ def _what_hinders_halves(program: ProgramSchedule | None, platform: Platform) ->
     return None
 
 
-# --- CUDA_DEVICE_MAX_CONNECTIONS, judged for the job that the flags describe ------------------------------------------
+# --- CUDA_DEVICE_MAX_CONNECTIONS, checked for the job that the flags describe -----------------------------------------
 
 
 def require_hardware_queues(args: Arguments, environment: Mapping[str, str]) -> None:

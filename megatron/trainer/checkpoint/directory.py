@@ -1,20 +1,20 @@
 """The directory of checkpoints: a checkpoint appears in it completely or not at all, and damage to it is detected.
 
 Problem: a job can be killed between any two system calls, and the file that names the latest checkpoint must never name
-an incomplete one. Moreover, torch's distributed format does not detect a flipped bit in a tensor; it detects a missing
-or shortened file only after half of the model is loaded, and its error names no file.
+an incomplete one. Moreover, torch's distributed format does not detect a flipped bit in a tensor. It detects a missing
+or truncated file only after half of the model is loaded, and its error names no file.
 
 Solution: a checkpoint is written into `.iter_0000010.TOKEN.incomplete`, a name that no other process uses, made
 durable, and renamed to `iter_0000010`. Only then is `latest_checkpointed_iteration.txt` replaced, also by a rename. An
 existing checkpoint of the same iteration is renamed to `.iter_0000010.replaced` and removed last. If the job is killed
 between the two renames, the checkpoint is found under that name, even in a read-only directory, and `recover` renames
-it back. Only rank 0 of the job that owns the directory calls the functions that change files. Names and tracker are
-those of Megatron-LM, so each program finds the checkpoints of the other.
+it back. Only rank 0 of the job that owns the directory calls functions that change files. The names and the tracker
+file are those of Megatron-LM, so each program finds the checkpoints of the other.
 
-The last file that a save writes is `checksums.json`: size and CRC-32 of every other file, and a CRC-32 of that list. A
-load compares them before it reads anything. CRC-32 finds every single flipped bit and every burst of up to 32 bits, and
-runs at memory speed. Checkpoints of Megatron-LM have no such file. For them the lengths that the format records in its
-`.metadata` are compared, which finds missing and shortened files.
+The last file that a save writes is `checksums.json`: the size and CRC-32 of every other file, and a CRC-32 of this
+list. A load compares them before it reads anything. CRC-32 finds every single flipped bit and every burst of up to 32
+bits, and runs at memory speed. Checkpoints of Megatron-LM have no such file. For them, a load compares the lengths that
+the format records in its `.metadata`, which finds missing and truncated files.
 """
 
 import json
@@ -50,7 +50,7 @@ def checksum(path: Path) -> dict[str, int | str]:
 def write_manifest(directory: Path, synced: Mapping[str, dict] = MappingProxyType({})) -> None:
     """Write `checksums.json`, and make all files durable.
 
-    `synced`: name of a file that is durable already -> the result of `checksum`.
+    `synced`: name of an already durable file -> the result of `checksum`.
     """
     files = dict(synced)
     for name in sorted(set(os.listdir(directory)) - synced.keys()):
@@ -94,9 +94,9 @@ def find_damage(directory: Path, files: dict[str, dict], names: list[str]) -> li
 
 
 def find_short_files(directory: Path, required_sizes: dict[str, int]) -> list[str]:
-    """Sentences about missing and shortened files of a checkpoint without a manifest.
+    """Sentences about missing and truncated files of a checkpoint without a manifest.
 
-    `required_sizes`: name of a file -> the least length in bytes that the index implies.
+    `required_sizes`: name of a file -> its minimum length in bytes, from the index.
     """
     problems = []
     for name, required in sorted(required_sizes.items()):
@@ -205,8 +205,8 @@ def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation |
 
     Without a tracker, a single checkpoint is taken: the job was killed between its first checkpoint and the tracker.
 
-    Returns None if the directory has no checkpoint. Raises CheckpointError if the requested checkpoint is missing, and
-    if there are several without a tracker, a state that no job leaves.
+    Returns None if the directory has no checkpoint. Raises CheckpointError if the requested checkpoint is missing, or
+    if there are several checkpoints without a tracker, a state that no job leaves.
     """
     root = Path(root)
     named = step if step is not None else read_tracker(root)
@@ -268,8 +268,8 @@ def begin(root: Path | str, iteration: int) -> Path:
 def commit(root: Path | str, staging: Path, iteration: int | None = None) -> Path:
     """Rename a completely written checkpoint to its final name, and make it the latest one.
 
-    Precondition: its files are synced. Returns its directory. `iteration`: None for a checkpoint without a training
-    position, which has to be the first one of `root`.
+    The files must be synced. Returns the checkpoint's directory. `iteration`: None for a checkpoint without a training
+    position, which must be the first one of `root`.
     """
     root = Path(root)
     final = root / RELEASE if iteration is None else iteration_directory(root, iteration)

@@ -9,17 +9,17 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
   key. Policies with longer delays have more such versions (see
   `megatron.pipeline.runtime.stages.megatron.checkpointed_versions`).
 - 'pipeline': the state of the weight update besides the optimizer (the table of loss scales).
-- 'changes': the history of a pipeline that changes while it trains: frozen layers, ranks, and the state of decisions.
+- 'changes': the history of a pipeline that changes during training: frozen layers, ranks, and the state of decisions.
 
 Values that are not sharded (learning rates, step counters, the loss scaler) are the same on all ranks, and
 megatron.core writes those of rank 0. If the layers of rank 0 are frozen, its optimizer has made no step and has no
-counter, so it takes over the values of the last rank, which always trains the last layer.
+counter, so rank 0 takes the values of the last rank, which always trains the last layer.
 
-A rank may hold a tensor twice: a tied embedding whose two stages lie on the rank, and the optimizer state of this
+A rank may hold a tensor twice: a tied embedding whose two stages are on this rank, and the optimizer state of this
 embedding. When replicas share the writing, megatron.core chooses a rank for each part of a tensor; a rank with two
 copies would write the part twice, which megatron.core refuses. When replicas share the reading, megatron.core puts the
-same tensor into both places, and an optimizer would update its state twice. So each part is written once, and after
-the read each place gets a tensor of its own.
+same tensor into both places, and an optimizer would update its state twice. So each part is written once, and after the
+read each place gets its own tensor.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, 
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
 
-# --- random number generators of one rank, in Megatron-LM's layout, so that each program can resume the other's runs --
+# --- random number generators of a rank, in Megatron-LM's layout, so that either program can resume the other's runs --
 
 
 def random_state() -> dict:
@@ -113,7 +113,7 @@ _LOCAL = (ShardedBase, LocalNonpersistentObject)
 
 
 def _with_common_state(entry: ShardedStateDict, *, is_frozen: bool) -> ShardedStateDict:
-    """The optimizer entry, on a frozen rank with the common state of the last rank.
+    """The optimizer's entry; on a frozen rank, with the common state of the last rank.
 
     Collective: every rank of the job must call it.
     """
@@ -163,7 +163,7 @@ def trains_nothing(optimizer: MegatronOptimizer) -> bool:
 
 
 def with_what_is_empty(loaded: dict, optimizer: MegatronOptimizer) -> dict:
-    """The loaded state of an optimizer without parameters, with the empty lists and dicts that stores leave out."""
+    """The loaded state of an optimizer without parameters, with the empty lists and dicts that stores do not keep."""
     return _over(optimizer.state_dict(), loaded)
 
 
@@ -226,15 +226,15 @@ def with_copies(state: StateDict) -> StateDict:
 
 FORMAT_VERSION = 3.0
 _LAYERS_APART = "non_homogeneous_layers"
-"""megatron.core's name for the option that each layer has a key of its own, instead of one key for all layers."""
+"""megatron.core's name for the option that gives each layer its own key, instead of one key for all layers."""
 
 
 def sharding_metadata(args: TrainConfig) -> dict:
-    """The metadata about the layout of optimizer state, a new dict for each call, since megatron.core changes it."""
+    """The metadata about the layout of optimizer state; a new dict for each call, since megatron.core changes it."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if getattr(args, "changes", False):
         metadata[_LAYERS_APART] = (
-            True  # frozen layers have no optimizer state, and a key for all layers would need it of each
+            True  # frozen layers have no optimizer state, and one key for all layers would need that of each
         )
     if cuts_optimizer_state(args):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -243,7 +243,7 @@ def sharding_metadata(args: TrainConfig) -> dict:
 
 
 def loading_metadata(args: TrainConfig, saved: dict | None) -> dict:
-    """The metadata for loading a state that was saved with the metadata `saved`; None if a checkpoint has none."""
+    """The metadata for loading a state that was saved with the metadata `saved` (None: the checkpoint has none)."""
     metadata, saved = {**sharding_metadata(args), **(saved or {})}, saved or {}
     if not saved.get(_LAYERS_APART):
         metadata.pop(_LAYERS_APART, None)
@@ -253,7 +253,7 @@ def loading_metadata(args: TrainConfig, saved: dict | None) -> dict:
 def memory_metadata() -> dict:
     """The metadata for state that moves from rank to rank in memory and is never written to a file.
 
-    Each layer has a key of its own, so that it may lack optimizer state; the distributed optimizer's state keeps its
+    Each layer has its own key, so that a layer may lack optimizer state; the distributed optimizer's state keeps its
     layout.
     """
     return {
@@ -302,8 +302,7 @@ def optimizer_state(
 ) -> ShardedStateDict:
     """The sharded optimizer state, with the sharding of the model's entries. It is complete even before the first step.
 
-    Where replicas own whole parameters, the owner writes. Collective in a job whose layers may be frozen: every rank
-    must call it.
+    Where replicas own whole parameters, the owner writes their state. Collective in a job whose layers may be frozen.
     """
     complete_state(optimizer)
     is_frozen = trains_nothing(optimizer)
@@ -323,7 +322,7 @@ def optimizer_state(
 def regrouped(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
     """Convert the loaded optimizer state, of one optimizer or of a chain of optimizers, to the form of `optimizer`.
 
-    Where ranks share out experts, megatron.core has a second optimizer for them. Tensors are loaded by name, so they
+    With expert parallelism, megatron.core has a second optimizer for the experts. Tensors are loaded by name, so they
     already have the form of `optimizer`. Numbers, such as step counts, still have the form of the checkpoint.
     """
     chain = optimizers_of(optimizer)
@@ -338,7 +337,7 @@ def regrouped(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
 
 
 def _with_groups_of(saved: StateDict, own: StateDict, *, optimizer: MegatronOptimizer) -> StateDict:
-    """The state `own`, with what it lacks from `saved`, and with the saved group for each group of `optimizer`."""
+    """The state `own`, with its missing values from `saved`, and the matching saved group for each of its groups."""
     saved = copy.deepcopy(saved)
     state, current = _over(saved, own), optimizer.state_dict()
     found = {_kind(group): group for group in saved.get("optimizer", saved)["param_groups"]}
@@ -353,21 +352,21 @@ _OWN_OF_GROUPS = ("params", "is_expert_parallel", "muon")
 
 
 def _kind(group: dict) -> tuple:
-    is_muons = group.get("muon") is not None  # how tensor ranks share its matrices differs between degrees
+    is_muons = group.get("muon") is not None  # the layout of its matrices differs between degrees
     return is_muons, *(group[name] for name in ("wd_mult", "lr_mult", "is_decoupled_lr") if name in group)
 
 
 _MASTERS = "fp32_from_fp16_params"
-"""megatron.core's name for the list of the masters of each group."""
+"""megatron.core's name for the list of each group's master weights."""
 
 
 def without_empty_groups(entry: ShardedStateDict) -> ShardedStateDict:
-    """The optimizer's entry with its masters as a dict, group number -> masters, without empty groups.
+    """The optimizer's entry with its master weights as a dict, group number -> master weights, without empty groups.
 
-    megatron.core leaves empty groups out of its list, so later groups move up. It also writes rank 0's empty groups for
-    all ranks.
+    megatron.core leaves empty groups out of its list, so that later groups move up. It also writes rank 0's empty
+    groups for all ranks.
     """
-    if 0 in entry:  # of a chain
+    if 0 in entry:  # a chain of optimizers
         return {number: without_empty_groups(each) for number, each in entry.items()}
     if _MASTERS not in entry:
         return entry
@@ -375,7 +374,7 @@ def without_empty_groups(entry: ShardedStateDict) -> ShardedStateDict:
 
 
 def with_empty_groups(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
-    """The loaded optimizer state with the list of masters that `without_empty_groups` has changed."""
+    """The loaded optimizer state with its master weights as a list again, which `without_empty_groups` made a dict."""
     chain = optimizers_of(optimizer)
     if len(chain) > 1:
         return {number: with_empty_groups(loaded[number], each) for number, each in enumerate(chain)}

@@ -1,15 +1,15 @@
-"""`--dry-run GPUS`: everything of a job that does not need its cluster, in one process.
+"""`--dry-run GPUS`: check a job in one process, as far as that is possible without its cluster.
 
-Problem: a mistake in a job for many GPUs shows itself on the cluster, after the queue. Most of what can be wrong is
-known before: the flags, the program, the memory, who sits where.
+Problem: a mistake in a job for many GPUs shows on the cluster, after the queue. Most mistakes can be found before: in
+the flags, the program, the memory, and the places of the ranks.
 
-Solution: the checks of a start-up, in their order, for a world size that is given: flags, what megatron.core makes of
-them, files (those that are here), the programs that the run would execute, proved; then an estimate of each stage's
-memory and the map of ranks. What only the cluster has is taken as there, and said: CUDA with Transformer Engine, and
-files that are missing.
+Solution: the checks of a start-up, in their order, for a given world size: the flags, megatron.core's configurations
+made from them, the files on this machine, and a proof of the programs that the run would execute. Then come an estimate
+of each stage's memory and the map of ranks. CUDA with Transformer Engine and missing files are assumed to be on the
+cluster, and the dry run says so.
 
-A dry run is often made where no files are. What is here is checked as a run would check it; what is not becomes a line
-for the user.
+A dry run is often made on a machine without the files. A file on this machine is checked as a run would check it; a
+missing file becomes a line for the user.
 """
 
 import json
@@ -55,7 +55,7 @@ from megatron.trainer.report.log import packages_not_here
 
 
 def _missing_data(args: TrainConfig) -> list[str]:
-    """A line for each part of the data that is not here. Raises ValueError for files that are here and damaged."""
+    """A line for each data file that is missing here. Raises ValueError for a file that is here and damaged."""
     if args.architecture in CLASSIFIERS:
         named = (path for paths in data_paths(args).values() for path in paths)
         return [f"data {path} is not on this machine" for path in named if not os.path.exists(path)]
@@ -77,14 +77,19 @@ def _missing_data(args: TrainConfig) -> list[str]:
 
 
 def _missing_checkpoint(args: TrainConfig) -> list[str]:
-    """A line for each directory to load from that is not here."""
+    """A line for each directory to load from that is missing here."""
     named = (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint))
     return [f"{flag} {path} is not on this machine" for flag, path in named if path and not os.path.isdir(path)]
 
 
 def _rows_of_embedding(args: TrainConfig) -> tuple[int, list[str]]:
-    """The padded vocabulary: from the tokenizer, or where it is not here, from --vocab-size or a common one; and a line
-    where it had to be assumed. Raises ValueError for a tokenizer that is here and cannot be read."""
+    """The number of rows of the embedding, and a line if it is assumed.
+
+    It comes from the tokenizer. If the tokenizer is missing here, it comes from --vocab-size or a usual vocabulary.
+
+    Raises:
+        ValueError: the tokenizer is here and cannot be read.
+    """
     if args.architecture == "vit":
         return 0, []
     problem = problem_with_tokenizer(args)
@@ -126,7 +131,7 @@ def run_dry(args: Arguments, prog: str) -> int:
 
 
 def _refusal(result: DryRun) -> str | None:
-    """The reason why the job does not fit on --dry-run-gpu, at first or after a change; None where it fits."""
+    """The reason why the job does not fit on --dry-run-gpu, at first or after a change; None if it fits."""
     if result.verdict is None:
         return None
     gpu = result.args.dry_run_gpu
@@ -144,7 +149,7 @@ def _refusal(result: DryRun) -> str | None:
 
 
 def _refusal_of_hosts(run: HostedRun, given: float) -> str | None:
-    """The reason why nodes with so many GiB cannot hold the job, in a sentence."""
+    """The reason why nodes with `given` GiB of memory cannot hold the job; None if they can."""
     if run.verdict is None or run.verdict.fits:
         return None
     return (
@@ -154,7 +159,7 @@ def _refusal_of_hosts(run: HostedRun, given: float) -> str | None:
 
 
 def _misses(verdict: Verdict, gib: str) -> str:
-    """The memory that is missing on a GPU, of which the CUDA context, the allocator and collectives take a part."""
+    """The missing memory of a GPU, apart from what the CUDA context, the allocator and collectives take."""
     if verdict.free_gib < 0:
         return f"misses {-verdict.free_gib:.1f} GiB of {gib}"
     besides = verdict.free_gib - verdict.spare_gib
@@ -176,7 +181,7 @@ def _remedy(result: DryRun) -> str:
 
 
 def check_job(args: Arguments) -> DryRun:
-    """The findings of a dry run. Raises ValueError for what a run would refuse."""
+    """Make the dry run's findings. Raises ValueError for anything that a run would refuse."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     args, notes = _complete(args)
@@ -213,9 +218,9 @@ def check_job(args: Arguments) -> DryRun:
 
 
 def _complete(args: Arguments) -> tuple[TrainConfig, list[str]]:
-    """Complete the flags as a run on `--dry-run` GPUs would, and return the configuration and the notes of the rules.
+    """Complete the flags as a run on `--dry-run` GPUs would; return the configuration and the notes of the rules.
 
-    The cluster's machines are assumed to have CUDA, and the packages of `--assume-packages`.
+    The cluster's machines are assumed to have CUDA and the packages of `--assume-packages`.
 
     Raises:
         ValueError: a rule refuses the flags, or `--use-checkpoint-args` names a checkpoint that is not on this machine.
@@ -283,13 +288,13 @@ def _hosted_run(
 
 
 def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[float | None, dict[str, float]]:
-    """Seconds of an iteration and of its lanes, on GPUs of a name as if all were in one node; else None and none."""
+    """Seconds of an iteration and of its lanes on known GPUs, as if all were in one node; otherwise None and {}."""
     if args.dry_run_gpu not in DEVICES:
         return None, {}
     schedule = args.schedule
     residency, p = schedule.residency, schedule.num_ranks
-    # Ranks with different numbers of stages have no configuration, and beside hosted weights neither shared sequences
-    # nor experts have a price.
+    # Ranks with different numbers of stages have no configuration. With weights on the host, the planner has no price
+    # for shared sequences or experts.
     if schedule.num_stages % p or args.context_parallel_size > 1 or args.num_experts is not None:
         return None, {}
     configuration = from_flags.configuration_of(
@@ -299,7 +304,7 @@ def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[
     )  # fmt: skip
     costs = from_flags.costs_by_arithmetic(args, configuration)
     seconds = costs.seconds(schedule.num_stages)
-    few = min(hosting.num_microbatches, 2 * p)  # all microbatches take alike
+    few = min(hosting.num_microbatches, 2 * p)  # all microbatches take the same time
     lanes: dict[str, float] = {}
     for row in schedule.build((few,)).rows:
         busy = dict.fromkeys(_LANES.values(), 0.0)
@@ -321,7 +326,7 @@ def place(args: TrainConfig) -> tuple[PlacementReport, list[str], list[Process]]
     processes = [Process(node.name, slot) for node in nodes for slot in range(node.gpus)]
     ranks, lines = decide(args, processes)
     degrees = degrees_of(args)
-    # Without traffic the report has no times, so where no topology is given its bandwidths are never read.
+    # Without a topology the report has no traffic and no times, so these bandwidths are never read.
     bandwidth = given.bandwidth if given else Bandwidth(within_node=1, between_nodes=1)
     topology, moving = Topology(nodes=nodes, bandwidth=bandwidth), evictors(args)
     report = make_report(args.rank_mapping, tuple(ranks), degrees, topology, evictors=moving)

@@ -1,24 +1,23 @@
-"""The optimizer of a run: megatron.core's Adam and SGD, and in the place of its Adam LAMB, Muon, and AdamW with moments
-of 16 bits.
+"""The optimizer of a run: megatron.core's Adam and SGD, or LAMB, Muon, or AdamW with 16-bit moments.
 
-megatron.core's optimizer owns masters, groups and formats; it knows Adam and SGD. Another optimizer takes the place of
-its Adam before that has any state. The groups, which then hold the masters of 16-bit weights, are kept.
+megatron.core's optimizer keeps master weights, parameter groups and formats; it has Adam and SGD. Another optimizer
+replaces its Adam before Adam has any state. The groups are kept; they then hold the master weights of 16-bit weights.
 
-LAMB (You et al., 2019, algorithm 2) takes Adam's direction, and for each tensor a step in proportion to its weights.
-For a tensor x with gradient g, at step t, as Adam:
+LAMB (You et al., 2019, algorithm 2) takes Adam's direction, and for each tensor a step in proportion to the norm of its
+weights. For a tensor x with gradient g, at step t, as in Adam:
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
     r = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay x
 
-and then, with the norms of the whole tensor, x = x - lr |x| / |r| r. (The algorithm's phi is the identity here.) Where
-a norm is 0, as of a bias that begins there, the ratio counts as 1.
+and then, with the norms of the whole tensor, x = x - lr |x| / |r| r. (The algorithm's phi is the identity here.) If a
+norm is 0, as for a bias that starts at 0, the ratio counts as 1.
 
-Muon steps the matrices of the layers, and AdamW the rest (`megatron.pipeline.runtime.update.muon`). The groups say
-which parameters are whose.
+Muon steps the matrices of the layers, and AdamW the other parameters (`megatron.pipeline.runtime.update.muon`). The
+groups say which of the two steps a parameter.
 
-torch's optimizers step parameters one by one, an operation after another (`loop`), or each in one pass of a compiled
-kernel (`fused`): on a CPU several times faster; the last bits may differ. The kernel is in the optimizer's groups,
-which a checkpoint brings along, so it is chosen after loading.
+torch's optimizers step parameters one by one with several operations (`loop`), or each in one pass of a compiled kernel
+(`fused`), which is several times faster on a CPU; the last bits may differ. The kernel is a setting of the optimizer's
+groups, which a checkpoint overwrites, so the run sets it after loading.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Lamb(OneByOne):
-    """LAMB, as the module says."""
+    """The LAMB optimizer, by the module's formulas."""
 
     def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if "step" not in state:
@@ -75,18 +74,18 @@ class Lamb(OneByOne):
 
 
 def layout_of(parameter: Tensor, name: str) -> str | None:
-    """How tensor ranks share a matrix of a layer, which Muon steps; None: AdamW steps the parameter."""
+    """How tensor parallel ranks shard a layer's matrix that Muon steps; None: AdamW steps the parameter."""
     if parameter.dim() != 2 or ".layers." not in f".{name}":
         return None
     if name.endswith("linear_qkv.weight"):
         return QKV
     if not is_dense(parameter) and parallel_state.get_expert_tensor_parallel_world_size() == 1:
-        return WHOLE  # which megatron.core marks as divided
+        return WHOLE  # megatron.core marks it as sharded all the same
     return {0: ROWS, 1: COLUMNS}.get(getattr(parameter, "partition_dim", -1), WHOLE)
 
 
 def _muon(args: TrainConfig, chunks: Sequence[torch.nn.Module]) -> Callable[[list[dict[str, Any]]], Muon]:
-    """What makes the run's Muon of megatron.core's groups."""
+    """A function that makes the run's Muon from megatron.core's groups."""
     config = chunks[0].config
     queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
     gathers = args.muon_tp_mode == "duplicated" and args.tensor_model_parallel_size > 1
@@ -109,7 +108,7 @@ def _muon(args: TrainConfig, chunks: Sequence[torch.nn.Module]) -> Callable[[lis
 
 
 def _muons_groups(args: TrainConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """What the groups of Muon say besides, and the learning rate of AdamW's if it has one of its own."""
+    """The layout of Muon's groups, and the learning rate of AdamW's group if it differs."""
     overrides = {_key(layout, layout): {"muon": layout} for layout in (WHOLE, ROWS, COLUMNS, QKV)}
     if args.muon_scalar_lr is not None:
         smallest = args.min_lr if args.muon_scalar_min_lr is None else args.muon_scalar_min_lr
@@ -118,13 +117,13 @@ def _muons_groups(args: TrainConfig) -> dict[ParamKey, ParamGroupOverride]:
 
 
 def _bytes_of_muon(parameter: Tensor, name: str) -> int:
-    """The bytes of the master, if weights have 16 bits, and of the moments of a parameter."""
+    """The bytes of a parameter's moments and, for 16-bit weights, of its master weights."""
     num_moments = 2 if layout_of(parameter, name) is None else 1
     return 4 * parameter.numel() * (num_moments + (parameter.element_size() < 4))
 
 
 def _key(title: str, layout: str | None, decoupled_lr: float | None = None) -> ParamKey:
-    """The parameters of a layout, without those that have --decoupled-lr."""
+    """The parameters with this layout, without those with --decoupled-lr."""
 
     def belongs(parameter: Tensor, name: str) -> bool:
         is_decoupled = decoupled_lr is not None and getattr(parameter, "is_embedding_or_output_parameter", False)
@@ -139,9 +138,9 @@ def _key(title: str, layout: str | None, decoupled_lr: float | None = None) -> P
 def build_optimizer(
     args: TrainConfig, chunks: Sequence[torch.nn.Module], *, on_host: bool = False
 ) -> MegatronOptimizer:
-    """The optimizer of `args` for a rank's chunks. `on_host`: weights lie on the host, and steps are made there.
+    """Build the optimizer of `args` for a rank's chunks. `on_host`: weights live on the host, which makes the steps.
 
-    If replicas own whole parameters, the optimizer has those of this replica, and `owners(optimizer)` has the rest.
+    If replicas own whole parameters, the optimizer has this replica's, and `owners(optimizer)` knows the other owners.
     """
     wanted = core_config.optimizer_config(args)
     shared = None
@@ -176,8 +175,10 @@ def build_optimizer(
 
 @contextlib.contextmanager
 def _as_one(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """In this block megatron.core builds one optimizer, also of experts that ranks share out. The host steps stages;
-    their gradients are reduced before that."""
+    """Make megatron.core build one optimizer within the block, for the experts of expert parallelism, too.
+
+    The host steps whole stages, after their gradients are reduced, so experts need no optimizer of their own.
+    """
     experts = [each for chunk in chunks for each in chunk.parameters() if not is_dense(each)]
     for each in experts:
         each.allreduce = True
@@ -191,7 +192,7 @@ def _as_one(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 def _in_place_of(
     adam: torch.optim.Optimizer, own: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
-    """An optimizer of `adam`'s groups, without the settings that say only how Adam computes."""
+    """An optimizer of `adam`'s groups, without the settings that only Adam reads."""
     assert not adam.state, "an optimizer that has stepped cannot be replaced"
     made = own(adam.param_groups)
     for group in made.param_groups:
@@ -200,15 +201,17 @@ def _in_place_of(
     return made
 
 
-# --- the kernel that takes the steps ----------------------------------------------------------------------------------
+# --- the kernel of the steps ------------------------------------------------------------------------------------------
 
 KERNELS = ("loop", "fused")
 _WITH_KERNELS = (*TORCHS_ADAM, torch.optim.SGD)
 
 
 def choose_kernel(optimizer: MegatronOptimizer, kernel: str) -> None:
-    """Set the kernel, one of `KERNELS`, that `optimizer` steps with. Optimizers that are not torch's (Apex, Transformer
-    Engine) have only one."""
+    """Set the kernel, one of `KERNELS`, with which `optimizer` steps.
+
+    Optimizers that are not torch's (Apex, Transformer Engine) have only one kernel.
+    """
     for each in optimizers_of(optimizer):
         inner = getattr(each, "optimizer", None)
         if isinstance(inner, _WITH_KERNELS):

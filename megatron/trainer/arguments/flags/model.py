@@ -129,7 +129,7 @@ MULTI_TOKEN = Group.of(MultiToken, "multi-token prediction", Role.SHAPE)
 # --- BERTs ------------------------------------------------------------------------------------------------------------
 
 NUM_TOKEN_TYPES = 2
-"""First and second segment of a sample."""
+"""The first and the second segment of a sample."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -153,10 +153,10 @@ class Bert:
 BERT = Group.of(Bert, "bert")
 
 
-# --- models that tell classes -----------------------------------------------------------------------------------------
+# --- classifiers ------------------------------------------------------------------------------------------------------
 
 CLASSIFIERS = ("vit", "bert-classify")
-"""Architectures that tell classes."""
+"""The architectures that are classifiers."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -203,7 +203,7 @@ VISION = Group.of(Vision, "vision", Role.SHAPE)
 
 
 def window_of(text: str) -> tuple[int, int]:
-    """What `--window-size` says: `127,0` or `(127, 0)`. Raises ValueError."""
+    """Parse the value of `--window-size`: `127,0` or `(127, 0)`. Raises ValueError."""
     try:
         left, right = (int(word) for word in text.strip().strip("()").split(","))
     except ValueError:
