@@ -2,9 +2,9 @@
 
 Problem: megatron.core writes through forked processes and a spawned manager. A fork of a process with transfer threads
 may deadlock, and a killed rank leaves those processes behind. If one rank fails (for example, on a full disk), the
-others hang, since each phase ends in a collective that the failing rank never reaches.
+other ranks hang, since each phase ends in a collective that the failing rank never reaches.
 
-Solution: megatron.core plans the files of each rank and their format. The writing itself is done here: in the calling
+Solution: megatron.core plans the files of each rank and their format. This module writes the files: in the calling
 thread, or for an asynchronous save in one background thread, from a copy of the tensors. Then every rank reports its
 files with checksums, or its error, to rank 0 over a separate gloo group. Rank 0 adds the index and makes the checkpoint
 visible, and all ranks learn the outcome.
@@ -43,18 +43,18 @@ from megatron.trainer.checkpoint.directory import (
 from megatron.trainer.checkpoint.ownership import PATIENCE, OwnerMark
 from megatron.trainer.checkpoint.state import without_copies
 
-# Newer versions of megatron.core write through another package unless they are told to use their own files' writer.
+# Newer versions of megatron.core write through another package unless they are told to use their own file writer.
 _OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
 
-_OWNER_PATIENCE = PATIENCE + 15.0  # seconds that a lost process may live on
-_BETWEEN_LOOKS = 0.2  # seconds between two looks at the mark of a process that may be dead
+_OWNER_PATIENCE = PATIENCE + 15.0  # seconds that a lost process may still live
+_BETWEEN_LOOKS = 0.2  # seconds between two checks of the mark of a process that may be dead
 
 # Bytes that torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """megatron.core's strategy up to the plan: it keeps the file writer and the index instead of starting the save."""
+    """megatron.core's strategy for the plan alone: it keeps the file writer and the index, and starts no save."""
 
     def async_save(self, sharded_state_dict, checkpoint_dir, *from_wrapper):
         # A queue within this process replaces megatron.core's queue, which a spawned process would serve.
@@ -133,9 +133,9 @@ class CheckpointWriter:
         self._thread.start()
 
     def own(self) -> None:
-        """Let this process, which is rank 0 from now on, own the directory.
+        """Make this process, the new rank 0, the owner of the directory.
 
-        Raises CheckpointError if it cannot, or if the owner before does not end in time.
+        Raises CheckpointError if it cannot, or if the previous owner does not end in time.
         """
         deadline = time.monotonic() + _OWNER_PATIENCE
         while self._owner_mark is None:
@@ -151,7 +151,7 @@ class CheckpointWriter:
                 self._owner_mark = mark
 
     def disown(self) -> None:
-        """Let another process own the directory from now on."""
+        """Give up the directory, so that another process can own it."""
         mark, self._owner_mark = self._owner_mark, None
         if mark is not None:
             mark.release()
@@ -256,7 +256,7 @@ class CheckpointWriter:
 
 
 def _has_replicas() -> bool:
-    """Whether some stage has replicas, the same on all ranks: after a loss a rank may be alone with its stage."""
+    """Whether any stage has replicas; the same on all ranks, though after a loss a rank may have no replica."""
     model = parallel_state.get_tensor_model_parallel_world_size()
     model *= parallel_state.get_pipeline_model_parallel_world_size()
     return dist.get_world_size() > model
@@ -295,7 +295,7 @@ def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple
 
 
 def _on_host(buckets: list, *, copy: bool) -> list:
-    """The buckets with tensors in host memory. `copy`: copy them, for training that goes on during the save."""
+    """The buckets with tensors in host memory. `copy`: copy tensors, since training changes them during the save."""
     return [
         (path, name, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
         for path, name, (objects, tensors) in buckets

@@ -1,6 +1,6 @@
-"""The datasets of a run: megatron.core's datasets for training, validation and test, as the flags say.
+"""The datasets of a run: megatron.core's datasets for training, validation and test, as the flags describe them.
 
-`build_datasets` builds those of a GPT; other models use its common part, `build_blended`.
+`build_datasets` builds the datasets of a GPT. Other models use `build_blended`, the common part.
 """
 
 import logging
@@ -38,7 +38,7 @@ class TokenFiles(IndexedDataset):
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
-    """megatron.core's GPT dataset over `TokenFiles`. Files of sample indices depend on the name of the class."""
+    """megatron.core's GPT dataset over `TokenFiles`. The class keeps its name, since index files depend on the name."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
@@ -46,7 +46,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
 
 
 def num_samples(args: TrainConfig) -> list[int]:
-    """The numbers of samples of training, validation and test in the whole run, as Megatron-LM counts them."""
+    """The number of samples for training, validation and test in the whole run, as Megatron-LM counts them."""
     train = args.train_samples or args.batch_sizes.samples_after(args.train_iters)
     per_evaluation = args.eval_iters * args.global_batch_size
     return [train, (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation]
@@ -57,10 +57,11 @@ class Datasets:
     """The data of a run on one rank.
 
     Attributes:
-        parts: the datasets for training, validation and test; None if there is none, or this rank needs none.
-        has_split: whether there are data for training, validation and test; the same on every rank.
+        parts: the datasets for training, validation and test; None for a split without data, or if this rank needs
+            none.
+        has_split: for training, validation and test, whether there are data; the same on every rank.
         digest: the digest of the training data, if they have one.
-        notes: sentences about the data for the log, the same on every rank.
+        notes: sentences about the data for the log; the same on every rank.
     """
 
     parts: list
@@ -91,7 +92,7 @@ def build_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datas
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.reset_attention_mask,  # the attention makes a plain causal mask itself
+        create_attention_mask=args.reset_attention_mask,  # the attention itself makes a plain causal mask
     )
 
 
@@ -113,9 +114,9 @@ def build_blended(
     Args:
         dataset_class, config_class: megatron.core's classes; `options` are further fields of the configuration.
         reads: whether a stage of this rank needs samples.
-        contents_of: checks a file, and returns what is known of it; raises ValueError.
-        num_elements: the number of a file's elements that `--split` divides, by its contents.
-        check: raises ValueError for data from which the class cannot make samples, given which splits exist.
+        contents_of: checks a file and returns its description; raises ValueError.
+        num_elements: the number of elements in a file that `--split` divides, from the file's description.
+        check: called with the configuration and the existing splits; raises ValueError for data that make no samples.
 
     Raises ValueError for files that are missing, empty or truncated, for a training split without documents, and for a
     cache of sample indices that cannot be written.
@@ -145,7 +146,7 @@ def build_blended(
     if check is not None:
         check(config, has_split)
     reads = reads and parallel_state.get_tensor_model_parallel_rank() == 0
-    builds = reads or torch.distributed.get_rank() == 0  # rank 0 writes the sample indices that the others read
+    builds = reads or torch.distributed.get_rank() == 0  # rank 0 writes the sample indices that the other ranks read
     builder = BlendedMegatronDatasetBuilder(dataset_class, wanted, lambda: builds, config)
     try:
         datasets = builder.build()
@@ -181,7 +182,7 @@ def _problem_with_cache(path: str | None) -> str | None:
 
 
 def _drop_empty_splits(config: BlendedMegatronDatasetConfig, num_elements: list[int]) -> None:
-    """Leave out a split without documents, since megatron.core would search for its samples forever.
+    """Leave out a split without documents, in which megatron.core would search for samples forever.
 
     Raises ValueError if only some files have no documents for a split.
     """
@@ -200,7 +201,7 @@ def _drop_empty_splits(config: BlendedMegatronDatasetConfig, num_elements: list[
 
 
 def _existing_splits(config: BlendedMegatronDatasetConfig, wanted: list[int]) -> tuple[bool, bool, bool]:
-    """Whether each of the three splits has data that the run uses; the same on every rank."""
+    """For each of the three splits, whether it has data that the run uses; the same on every rank."""
     there = config.split_matrix if config.split_matrix is not None else config.blend_per_split
     return tuple(part is not None and number > 0 for part, number in zip(there, wanted, strict=True))
 

@@ -1,10 +1,10 @@
-"""The samples of a BERT and of a T5: sentences of which some words are taken out, to be predicted.
+"""The samples of a BERT and of a T5: sentences with masked words that the model predicts.
 
-Samples come from megatron.core: sentences of one document, up to the sequence length. In a sample of a BERT some tokens
-are masked; at the end of a document, and with the probability of `--short-seq-prob`, the sample is shorter and padded.
-In a sample of a T5 runs of words are taken out, and an extra id stands for each run; the decoder predicts the runs,
-each behind its id; all samples are padded to the two lengths. Every stage has attention, so every stage needs the masks
-of the padding. Each stage reads the samples itself, in the common order.
+Samples come from megatron.core: sentences of one document, up to the sequence length. In a BERT sample some tokens are
+masked; at the end of a document, and with the probability of `--short-seq-prob`, the sample is shorter and padded. In a
+T5 sample spans of words are masked, and an extra id replaces each span; the decoder predicts the spans, each after its
+id; all samples are padded to the two sequence lengths. Every stage has attention, so every stage needs the padding
+masks. Each stage reads the samples itself, in the common order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,19 +78,20 @@ def bert_loss(
 ) -> tuple:
     """BERT's loss on one microbatch, weighted as in Megatron-LM.
 
-    It is the mean over the microbatch's masked tokens, plus, with the binary head, the mean over its samples of the
-    loss of the order. Each microbatch has the same weight, whatever its number of masked tokens: the loss of a batch,
-    both for gradients and for reports, is the mean over its microbatches and replicas. With `per_token` the weight of a
-    microbatch is its number of masked tokens, so the first loss of a batch is the mean over the batch's masked tokens.
+    The loss is the mean over the microbatch's masked tokens, plus, with the binary head, the mean over its samples of
+    the sentence-order loss. Each microbatch has the same weight, whatever its number of masked tokens: the loss of a
+    batch, both for gradients and for reports, is the mean over its microbatches and replicas. With `per_token` the
+    weight of a microbatch is its number of masked tokens, so the token loss of a batch is the mean over the batch's
+    masked tokens.
 
     Args:
         loss_mask: float32 [b, s], 1 where a token was masked.
         is_random: int64 [b], or None without the binary head.
-        output: cross entropy of each token [b, s], and the logits of the order [b, 2] or None.
+        output: cross entropy of each token [b, s], and the logits of the sentence order [b, 2] or None.
 
     Returns the loss, and detached tensors for the log by name: [value, 1] for the masked tokens ([0, 0] if there are
-    none), and the value for the order. With `per_token`: the loss times the weight, the weight, and for the log [value
-    times weight, weight].
+    none), and the value for the sentence order. With `per_token`: the loss times the weight, the weight, and for the
+    log [value times weight, weight].
     """
     losses, order_logits = output
     mask = loss_mask.reshape(-1).float()
@@ -108,8 +109,7 @@ def bert_loss(
 
 
 class WordPieceFiles(MaskedWordPieceDataset):
-    """A masked dataset of megatron.core that reads its files as the other datasets do, and whose error says what to
-    change."""
+    """megatron.core's masked dataset over `TokenFiles`, with an error for unknown tokens that names the remedy."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: MaskedWordPieceDatasetConfig) -> TokenFiles:
@@ -118,7 +118,7 @@ class WordPieceFiles(MaskedWordPieceDataset):
     def __getitem__(self, idx: int) -> dict:
         try:
             return super().__getitem__(idx)
-        except KeyError as error:  # megatron.core looks up every token, to find the beginnings of words
+        except KeyError as error:  # megatron.core looks up every token to find where words begin
             raise ValueError(
                 f"token id {error.args[0]} in {self.dataset_path} is not in the vocabulary; use the tokenizer that the "
                 f"data was made with"
@@ -128,9 +128,9 @@ class WordPieceFiles(MaskedWordPieceDataset):
 class BertDataset(WordPieceFiles, BERTMaskedWordPieceDataset):
     """megatron.core's dataset, changed so that samples depend only on seed and data.
 
-    megatron.core replaces a tenth of the masked tokens by random ones from a list in the order of the tokenizer's
-    vocabulary. With the `tokenizers` package this order differs from process to process, so that stages and resumed
-    runs would see different samples.
+    megatron.core replaces a tenth of the masked tokens by random tokens from a list in the order of the tokenizer's
+    vocabulary. With the `tokenizers` package this order differs between processes, so that stages and resumed runs
+    would read different samples.
     """
 
     def __init__(self, *args: object) -> None:
@@ -139,7 +139,7 @@ class BertDataset(WordPieceFiles, BERTMaskedWordPieceDataset):
 
 
 def build_bert_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
-    """The three datasets of a BERT, as `build_blended` returns them. Raises ValueError also for a wrong tokenizer."""
+    """The three datasets of a BERT, as `build_blended` returns them. Raises ValueError also for an unfit tokenizer."""
     check_tokenizer(args, tokenizer)
     return _build(
         args, BertDataset, BERTMaskedWordPieceDatasetConfig, tokenizer, least=2 if args.bert_binary_head else 1,
@@ -157,7 +157,7 @@ def _build(
     least: int,
     **options: object,
 ) -> Datasets:
-    """The three datasets. `least`: the fewest sentences of a sample. `options`: further fields of the configuration."""
+    """Build the three datasets. `least`: the fewest sentences in a sample. `options`: further configuration fields."""
     return build_blended(
         args, dataset_class, config_class, reads=True, num_elements=lambda contents: contents.num_documents,
         check=None if args.mock_data else lambda config, has_split: check_documents(config, has_split, least=least),
@@ -190,7 +190,7 @@ def check_tokenizer(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None
 def check_documents(config: MaskedWordPieceDatasetConfig, has_split: Sequence[bool], *, least: int) -> None:
     """Check that every split of every file has a usable document, since megatron.core would search for one forever.
 
-    `least`: sentences that a sample needs. Raises ValueError naming the first split without one.
+    `least`: the fewest sentences in a sample. Raises ValueError that names the first split without a usable document.
     """
     for split, prefix, part in _parts(config, has_split):
         if not any(_is_usable(lengths, least) for lengths in document_lengths(prefix, part)):
@@ -208,7 +208,7 @@ def _is_usable(lengths: numpy.ndarray, least: int) -> bool:
 def _parts(
     config: MaskedWordPieceDatasetConfig, has_split: Sequence[bool]
 ) -> Iterator[tuple[str, str, tuple[float, float]]]:
-    """Yield (split, prefix, part of the documents) for all data that the run reads."""
+    """Yield (split, prefix, range of its documents) for all data that the run reads."""
     for index, split in enumerate(SPLITS):
         if has_split[index]:
             blend = config.blend or config.blend_per_split[index]
@@ -220,15 +220,16 @@ def _parts(
 
 
 _LONGEST_SPAN = 10
-"""The largest number of words that are taken out together, as in Megatron-LM."""
+"""The largest number of words in a masked span, as in Megatron-LM."""
 _MOCK_DOCUMENTS = 10_000
 
 
 def t5_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """The fields that a T5's stages need for b samples of s tokens of the encoder and r of the decoder.
+    """The fields that a T5's stages need for b samples of s encoder tokens and r decoder tokens.
 
     First stage: `text_enc` [b, s] and `text_dec` [b, r]. Last stage: `labels` [b, r] (-1 for no label), `loss_mask`
-    (float32 [b, r]). Every stage: `enc_mask` [b, s] and `dec_mask` [b, r] (0 at padding). All but one are int64.
+    (float32 [b, r]). Every stage: `enc_mask` [b, s] and `dec_mask` [b, r] (0 at padding). All but `loss_mask` are
+    int64.
     """
 
     def of_decoder(size: int, _: int) -> tuple[int, int]:
@@ -257,12 +258,12 @@ def t5_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
 
 
 class T5Dataset(WordPieceFiles, T5MaskedWordPieceDataset):
-    """megatron.core's dataset, whose errors say what to change."""
+    """megatron.core's T5 dataset, with an error for a too long target that names the remedy."""
 
     def __getitem__(self, idx: int) -> dict:
         try:
             return super().__getitem__(idx)
-        except AssertionError as error:  # of the padding, which would be negative
+        except AssertionError as error:  # the padding would be negative
             raise ValueError(
                 f"what sample {idx} of {self.dataset_path} takes out is longer than --decoder-seq-length "
                 f"{self.config.sequence_length_decoder}; give more, or a lower --mask-prob"
@@ -270,7 +271,7 @@ class T5Dataset(WordPieceFiles, T5MaskedWordPieceDataset):
 
 
 class _MockSentences:
-    """Documents of one sentence each, of words that follow each other in the vocabulary, from a random one on."""
+    """Documents of one sentence each: consecutive words of the vocabulary, from a random word on."""
 
     def __init__(self, config: T5MaskedWordPieceDatasetConfig) -> None:
         self._seed, self._longest = config.random_seed, config.sequence_length
@@ -296,7 +297,8 @@ class MockT5Dataset(T5Dataset):
         return _MOCK_DOCUMENTS
 
     def _build_sample_index(self, sequence_length: int, min_sentences_per_sample: int) -> numpy.ndarray:
-        """Each document in turn: (its sentence, the next one, the tokens to take), int64 [samples, 3]."""
+        """The index of samples, int64 [samples, 3]: first sentence (each document has one), end, and number of
+        tokens."""
         documents = numpy.resize(self.indices, self.num_samples).astype(numpy.int64)
         return numpy.stack([documents, documents + 1, numpy.full_like(documents, sequence_length)], axis=1)
 

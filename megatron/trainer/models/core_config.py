@@ -1,4 +1,4 @@
-"""The conversion of parsed flags to megatron.core's configuration objects; only this module knows the names of both."""
+"""The conversion of parsed flags to megatron.core's configurations; only this module knows the names of both."""
 
 import warnings
 from collections.abc import Iterable
@@ -34,8 +34,8 @@ def _activation(args: TrainConfig) -> tuple:
         return squared_relu, False, False
     if args.relu:
         return relu, False, False
-    # The fused GELU adds the bias itself and uses the tanh approximation, so it needs a bias to fuse. It does not
-    # multiply by the scores of experts.
+    # The fused GELU adds the bias itself and uses the tanh approximation, so it needs a bias. It does not multiply by
+    # the scores of experts.
     return gelu, False, args.bias_gelu_fusion and args.add_bias_linear and args.num_experts is None
 
 
@@ -55,7 +55,7 @@ _OF_EXPERTS = (
 
 
 def _same(args: TrainConfig, names: Iterable[str]) -> dict[str, object]:
-    """Fields of megatron.core that have the names of our flags."""
+    """The fields of megatron.core's configuration that have the same names as flags."""
     return {name: getattr(args, name) for name in names}
 
 
@@ -104,13 +104,13 @@ _OF_YARN = (
 
 
 def _attention(args: TrainConfig) -> dict[str, object]:
-    """Windows, sinks, gates and latents."""
+    """The fields of windows, softmax sinks, clamped gates and MLA's latents."""
     names = _OF_ATTENTION + (_OF_LATENTS + _OF_YARN) * args.multi_latent_attention
     return {name.removeprefix("yarn_"): getattr(args, name) for name in names}
 
 
 def _with_yarn(args: TrainConfig, config: TransformerConfig) -> TransformerConfig:
-    """`config` with the attributes that megatron.core's GPT asks for beside the fields of a configuration."""
+    """`config` with the YaRN attributes that megatron.core's GPT reads and that are no fields of the configuration."""
     if args.position_embedding_type == "yarn":
         for name in (*_OF_YARN, "yarn_correction_range_round_to_int"):
             setattr(config, "yarn_" + name.removeprefix("yarn_"), getattr(args, name))
@@ -138,7 +138,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="full scope is deprecated")  # warns of megatron.core's default
+            warnings.filterwarnings("ignore", message="full scope is deprecated")  # about megatron.core's own default
             made = kind(
                 num_query_groups=args.num_query_groups if args.group_query_attention else None,
                 softmax_scale=args.attention_scale,
@@ -167,7 +167,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
         config = _with_yarn(args, made)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"megatron.core refuses this model: {error}") from error
-    # megatron.core lets layers put weight gradients off only beside its own overlap of experts' copies.
+    # megatron.core accepts deferred weight gradients only with its own overlap of the experts' all-to-all.
     config.delay_wgrad_compute = args.transformer_impl == "transformer_engine" and args.schedule.splits_backward
     return config
 
@@ -186,7 +186,7 @@ def ddp_config(args: TrainConfig) -> DistributedDataParallelConfig:
 
     `overlap_grad_reduce` stays off, since it would start reductions from backward hooks; here the program's REDUCE_GRAD
     starts them, beside computations. Without it, megatron.core makes one bucket of each buffer. The check for NaN stays
-    off, since all ranks find NaN in the norm, while the check would find it on one rank in its bucket.
+    off: all ranks find NaN in the gradient norm, whereas the check would find it only on the rank of the bucket.
     """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
@@ -236,7 +236,7 @@ def param_scheduler(args: TrainConfig, optimizer: object) -> OptimizerParamSched
 
 
 def rotary_embedding(args: TrainConfig, config: TransformerConfig) -> RotaryEmbedding | None:
-    """The rotary positions of a model that is put together here; None where it has others."""
+    """The rotary embedding of a model that this project assembles; None if its positions are not rotary."""
     if args.position_embedding_type != "rope":
         return None
     return RotaryEmbedding(
@@ -249,5 +249,5 @@ def rotary_embedding(args: TrainConfig, config: TransformerConfig) -> RotaryEmbe
 
 
 def positions_of(tokens: torch.Tensor) -> torch.Tensor:
-    """The places of tokens in their samples: int64 [b, s], for token ids [b, s]."""
+    """The positions of tokens in their samples: int64 [b, s], for token ids [b, s]."""
     return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)

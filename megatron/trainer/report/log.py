@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _LATEST = 2
-"""Batches whose records are written again by a rank that takes over the writing."""
+"""The number of batches whose records a rank writes again when it takes over the writing."""
 
 
 class Reporter:
@@ -42,9 +42,9 @@ class Reporter:
         self.args = args
         self.writes = args.rank == args.world_size - 1 if writes is None else writes
         self._latest: deque[tuple[BatchReport, Progress]] = deque(maxlen=_LATEST)
-        self.membership_change: MembershipChange | None = None  # the last one
+        self.membership_change: MembershipChange | None = None  # the latest one
         self._interval, self._has_begun = Interval(), False
-        self._peak_memory = 0  # bytes; on CUDA a relay asks for the peak of each batch and begins anew (RelayLedger)
+        self._peak_memory = 0  # bytes; on CUDA, a relay reads and resets the peak in each batch (RelayLedger)
         self._said = ByProduct("the log", consequence="and more of it is tried")
         self._progress = ByProduct("progress.txt (--log-progress)", consequence="and later lines are tried")
         self._shown = ByProduct(f"--tensorboard-dir {args.tensorboard_dir}", consequence="without it from now on")
@@ -69,10 +69,10 @@ class Reporter:
                 self._wandb = _weights_and_biases(args)
 
     def take_over(self) -> None:
-        """Where the rank that writes was lost: write from now on, if this is the last rank now.
+        """Write from now on if the writing rank was lost and this is the last rank now.
 
-        The writer before may have been lost before it wrote the latest batches, so these are recorded again, and so is
-        a loss among them.
+        The previous writer may have been lost before it wrote the latest batches, so their records are written again,
+        and so is the latest change of the ranks if it happened within them.
         """
         if self.writes or self.args.rank != self.args.world_size - 1:
             return
@@ -85,14 +85,14 @@ class Reporter:
             self._record_membership(change)
 
     def say(self, text: str) -> None:
-        """Print a line for the user, once in the job; an empty text prints nothing."""
+        """Print a line for the user, once in the job; print nothing for an empty text."""
         if self.writes and text:
             with self._said.attempt():
                 sys.stdout.write(text + "\n")
                 sys.stdout.flush()
 
     def progress(self, text: str) -> None:
-        """`--log-progress`: append a line to progress.txt beside the checkpoints. Called on rank 0."""
+        """Append a line to progress.txt beside the checkpoints, for `--log-progress`. Called on rank 0."""
         if self.args.log_progress and self.args.rank == 0:
             job = os.environ.get("SLURM_JOB_ID", "")
             path, stamp = os.path.join(self.args.save, "progress.txt"), time.strftime("%Y-%m-%d %H:%M:%S")
@@ -107,7 +107,7 @@ class Reporter:
                 values, self.args.pipeline_model_parallel_size, None if change is None else change.pipeline_ranks
             )
             for name, values in report.rank_metrics.items()
-            if len(values) == self.args.world_size  # else they are of a batch before ranks were lost
+            if len(values) == self.args.world_size  # other lengths are from a batch before ranks were lost
         }
         counted = (peaks.get(name, ()) for name in (SAVED_ACTIVATIONS, DEFERRED))
         self._latest.append((report, progress))
@@ -120,7 +120,7 @@ class Reporter:
             self._interval = Interval()
 
     def _begin(self, progress: Progress) -> None:
-        """Before the first batch, record the arrangement with which a run begins or resumes, if it can change."""
+        """Before the first batch, record the arrangement in which a run begins or resumes, if it can change."""
         if not self._has_begun and self.args.changes and self._metrics is not None:
             values = _shape(self.args.arrangement)
             self._metrics.write(
@@ -188,7 +188,7 @@ class Reporter:
     ) -> None:
         """Send values to Weights & Biases and TensorBoard, which is closed after a failed write.
 
-        `further`: (name, number, iteration or samples) for TensorBoard alone.
+        `further`: (name, value, iteration or samples) for TensorBoard alone.
         """
         if self._wandb is not None:
             with self._published.attempt():
@@ -223,7 +223,7 @@ class Reporter:
         self._show({f"{each} {name}": value for each, value in losses.items()}, iteration, further)
 
     def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
-        """Record a change of the pipeline after an iteration, with the expected times of a batch."""
+        """Record a change of the pipeline after `iteration`, with the predicted times of a batch."""
         self._interval.saved_activation_bytes = self._interval.deferred_bytes = ()  # the ranks of a pipeline change
         self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
         if not self.writes:
@@ -241,7 +241,7 @@ class Reporter:
         self._show(_named({**values, **took}), iteration)
 
     def membership(self, change: MembershipChange) -> None:
-        """Record that ranks were lost, or have come back."""
+        """Record that ranks were lost or have returned."""
         self.membership_change = change
         self.say(change.describe())
         if self.writes:
@@ -265,7 +265,7 @@ class Reporter:
 
 
 def _shape(arrangement: Arrangement) -> dict[str, int]:
-    """The numbers of an arrangement, by their names in the metrics file."""
+    """The numbers of an arrangement, by name in the metrics file."""
     return {
         "frozen_layers": arrangement.num_frozen,
         "pipeline_ranks": arrangement.pipeline,
@@ -275,7 +275,7 @@ def _shape(arrangement: Arrangement) -> dict[str, int]:
 
 
 def _named(values: Mapping[str, float]) -> dict[str, float]:
-    """Numbers by their names in the metrics file -> by their names on the boards."""
+    """Convert numbers from their names in the metrics file to their names in TensorBoard and Weights & Biases."""
     return {name.replace("_", "-"): float(value) for name, value in values.items()}
 
 
@@ -285,7 +285,7 @@ def _key(name: str) -> str:
 
 
 def packages_not_here(args: TrainConfig) -> dict[str, str]:
-    """Name of each package that flags need and that is not installed -> a sentence about it.
+    """Package -> a sentence about it, for each package that flags need and that is not installed.
 
     A run continues without these packages, since the log and --metrics-file have the same values.
     """
@@ -328,7 +328,7 @@ def _weights_and_biases(args: TrainConfig):
 
 def configure_logging(level: int | None) -> None:
     """Set Python's logging to warnings, or to `--logging-level`."""
-    # megatron.core demands 1 with tensor parallelism, but then a job whose reductions run beside computations may hang
-    # (pipeline/check/hardware_queues.py); docs/gpu.md describes which jobs may set it.
+    # megatron.core demands 1 with tensor parallelism, but with 1 a job whose reductions overlap computations may hang
+    # (pipeline/check/hardware_queues.py); docs/gpu.md says which jobs may set 1.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     logging.basicConfig(level=logging.WARNING if level is None else level, format="%(name)s: %(message)s")

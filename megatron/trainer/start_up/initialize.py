@@ -1,16 +1,18 @@
-"""Start-up of a rank: machine, process groups, seeds, and whether the run has room.
+"""Start-up of a rank: device, process groups and seeds, and checks of host memory and output directories.
 
-Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Between
-`rendezvous` and `join_process_group` plan/arrangement.py may assign them anew. A single process needs no launcher and
+Ranks find each other through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Between
+`rendezvous` and `join_process_group`, plan/arrangement.py may reassign ranks. A single process needs no launcher and
 opens no port.
 
-Room: a host with too little memory for weights that live there does not say so. It maps what it is asked for, and the
-system ends a process when the last pages are written, with the moments of the first update. A path that cannot be
-written would end a run at its first checkpoint, or after its last iteration; if another job writes into the directory,
-the checkpoints of both are lost. So before anything is built, each rank computes what it will keep on its host
-(`memory.hosted`) and asks the system what is available; the ranks tell each other, and if the ranks of a host need more
-than is available, all refuse with one sentence. Rank 0 makes the directories, creates a file in each, and takes the
-directory of `--save` for this job (checkpoint/ownership.py); all ranks learn the verdict.
+Memory: a host with too little memory for the weights on it raises no error early. It maps all requested memory, and the
+system kills a process when the last pages are written, with the moments of the first update. So before anything is
+built, each rank computes the bytes that it will keep on its host (`memory.hosted`) and asks the system what is
+available. The ranks exchange these numbers, and if the ranks of a host need more than is available, all refuse the run
+with the same sentence.
+
+Directories: a path that cannot be written would end a run at its first checkpoint, or after its last iteration. If
+another job writes into the directory, the checkpoints of both are lost. So rank 0 makes the directories, creates a file
+in each, and takes the directory of `--save` for this job (checkpoint/ownership.py). All ranks learn the outcome.
 """
 
 import importlib.util
@@ -65,7 +67,7 @@ def this_platform() -> Platform:
 
 
 def _without_fp8() -> dict[str, str]:
-    """By the recipes of FP8 that Transformer Engine does not have on this GPU, why not."""
+    """FP8 recipe -> the reason, for the recipes that Transformer Engine does not support on this GPU."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     names = dict.fromkeys(("delayed", "tensorwise"), "is_fp8_available")
@@ -79,9 +81,9 @@ def _without_fp8() -> dict[str, str]:
 
 
 def initialize(args: TrainConfig) -> TrainConfig:
-    """Join the job, if this process has not, and set it up: all of the steps below. Returns the run's configuration.
+    """Join the job, unless this process has, and set the process up (`set_up`). Returns the run's configuration.
 
-    Raises ValueError with one sentence where the rendezvous fails or the backend does not fit the machine.
+    Raises ValueError with one sentence if the rendezvous fails or the backend does not fit the machine.
     """
     args = on_this_device(args)
     if not torch.distributed.is_initialized():
@@ -93,7 +95,7 @@ def choose_device(distributed_backend: str | None) -> tuple[int, str]:
     """Set this process's CUDA device, if it computes on one. Returns (local rank, backend of the process group).
 
     `distributed_backend`: the backend that the user asks for; None: the usual one. Raises ValueError if the machine
-    does not have it.
+    lacks the backend.
     """
     _, _, local_rank = environment_ranks()
     if backend.is_cuda():
@@ -102,7 +104,7 @@ def choose_device(distributed_backend: str | None) -> tuple[int, str]:
 
 
 def on_this_device(args: TrainConfig) -> TrainConfig:
-    """As `choose_device`; returns the configuration with what that returns."""
+    """Set this process's device (`choose_device`); return the configuration with its local rank and its backend."""
     local_rank, name = choose_device(args.distributed_backend)
     return replace(args, local_rank=local_rank, distributed_backend=name)
 
@@ -110,8 +112,8 @@ def on_this_device(args: TrainConfig) -> TrainConfig:
 def set_up(args: TrainConfig) -> TrainConfig:
     """Make megatron.core's process groups, set timeouts, and seed the generators. Collective.
 
-    Returns the configuration, in the arrangement in which the run begins where the pipeline changes while it trains.
-    Raises CheckpointError where a checkpoint says what the run cannot take over.
+    Returns the configuration; if the pipeline may change during training, in the arrangement in which the run begins.
+    Raises CheckpointError if the checkpoint's record does not fit the run.
     """
     agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
     args = replace(args, recorded_changes=recorded_changes(args))
@@ -124,10 +126,9 @@ def set_up(args: TrainConfig) -> TrainConfig:
 
 
 def be_alone(args: TrainConfig, *, rank: int) -> None:
-    """Set this process up in a group of its own, in which megatron.core gives it the pipeline rank of `rank`, and its
-    part of the layers.
+    """Set this process up alone, in its own process group, with the pipeline rank and the layers of `rank`.
 
-    So it can build its part of the model while the job, into which it comes later, trains without it.
+    So it can build its part of the model while the job, which it joins later, trains without it.
     """
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     torch.distributed.init_process_group(
@@ -147,7 +148,7 @@ def be_alone(args: TrainConfig, *, rank: int) -> None:
 def make_groups(args: TrainConfig) -> None:
     """Make megatron.core's process groups. Collective.
 
-    Several stages on a rank are not megatron.core's affair (`pipeline.runtime.stages.megatron.pipeline_position`).
+    megatron.core is not told of several stages on a rank (`pipeline.runtime.stages.megatron.pipeline_position`).
     """
     rank_of_stage, arrangement = args.schedule.rank_of_stage, args.arrangement
     parallel_state.initialize_model_parallel(
@@ -164,7 +165,7 @@ def make_groups(args: TrainConfig) -> None:
 
 
 def rendezvous() -> torch.distributed.Store:
-    """The store through which the ranks of the job find each other. Raises ValueError where there is none."""
+    """The store through which the ranks of the job find each other. Raises ValueError if there is none."""
     rank, world_size, _ = environment_ranks()
     if world_size == 1:
         return torch.distributed.HashStore()
@@ -174,21 +175,21 @@ def rendezvous() -> torch.distributed.Store:
 
 
 def running_job(takes_in: Callable[[torch.distributed.Store], bool]) -> torch.distributed.Store | None:
-    """The store of the job that goes on, where a launcher has started this process again in the place of a lost one.
+    """The store of the running job, if a launcher has restarted this process in the place of a lost one.
 
-    None: this process begins the job with the others. torchrun may have started all of them again.
+    None: this process begins the job with the others; torchrun may have restarted all of them.
 
     Args:
-        takes_in: whether the job with that store still has processes that could take this one in.
+        takes_in: whether the job with this store still has processes that can take this process in.
 
-    Raises ValueError as `rendezvous`.
+    Raises ValueError as `rendezvous` does.
     """
     _, world_size, _ = environment_ranks()
     if world_size == 1 or number_of("TORCHELASTIC_RESTART_COUNT", 0) == 0:
         return None
     with _finding_job(world_size):
         store = _launchers_store()
-        if not _may_restart():  # tools/launch.py starts single processes again, and all of them never
+        if not _may_restart():  # tools/launch.py restarts single processes, never all of them
             return store
         if not store.check([_PART]):
             return None
@@ -197,7 +198,7 @@ def running_job(takes_in: Callable[[torch.distributed.Store], bool]) -> torch.di
 
 
 def _may_restart() -> bool:
-    """Whether torchrun may start all processes again, which then find what the ended ones have left in the store."""
+    """Whether torchrun may restart all processes, which then find the keys of the ended processes in the store."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
@@ -207,7 +208,7 @@ def _launchers_store() -> torch.distributed.Store:
 
 @contextmanager
 def _finding_job(world_size: int) -> Iterator[None]:
-    """Context that turns errors of a rendezvous into ValueError."""
+    """Turn errors of a rendezvous in the block into ValueError."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:
@@ -223,14 +224,14 @@ def _finding_job(world_size: int) -> Iterator[None]:
 
 
 _PART = "part"
-"""The key of the name of the part in which the processes of the latest start have met."""
+"""The key that holds the name of the store's part in which the processes of the latest start have met."""
 
 
 def of_this_start(store: torch.distributed.Store, *, rank: int, world_size: int) -> torch.distributed.Store:
     """The part of a launcher's store in which no earlier processes of the job have keys. Collective.
 
-    torchrun --max-restarts keeps its store when it starts the processes again, with what the killed ones wrote there,
-    such as their addresses; and nodes count their restarts differently. So rank 0 draws a name for the part. The others
+    torchrun --max-restarts keeps its store when it restarts the processes, with the keys of the killed processes, such
+    as their addresses; and nodes count their restarts differently. So rank 0 draws a name for the part. The other ranks
     ask for the name with a word that no earlier process can have used.
 
     Raises RuntimeError if a rank does not take part within `RENDEZVOUS_TIMEOUT`.
@@ -265,7 +266,7 @@ def join_process_group(store: torch.distributed.Store, distributed_backend: str,
 
 
 def shut_down() -> None:
-    """Leave the job in order."""
+    """Destroy the process groups, if there are any."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
@@ -274,8 +275,10 @@ def shut_down() -> None:
 
 @contextmanager
 def left_in_order() -> Iterator[None]:
-    """Leave the job after the block, however the block ends, so that the threads of gloo's groups end. A thread that
-    still runs while the interpreter ends may abort the process (pytorch/pytorch#190489), and its exit status is lost.
+    """Destroy the process groups after the block, even after an error, so that the threads of gloo's groups end.
+
+    A thread that still runs while the interpreter exits may abort the process (pytorch/pytorch#190489), and the exit
+    status is lost.
     """
     try:
         yield
@@ -292,10 +295,10 @@ class Need:
 
     Attributes:
         host: the name of the host.
-        available: bytes that are available there.
+        available: available bytes of the host's memory.
         part: pipeline, tensor and expert rank. Replicas with the same part on a host share one store.
         store: bytes of weights, gradients and optimizer state.
-        stash: bytes of inputs, which each rank keeps for itself.
+        stash: bytes of stage inputs; each rank keeps its own.
     """
 
     host: str
@@ -306,9 +309,9 @@ class Need:
 
 
 def require_room(args: TrainConfig, layers: Sequence[int]) -> None:
-    """Refuse a run for which a host has too little. Collective. `layers`: how many each stage has.
+    """Refuse a run for which a host has too little memory. Collective. `layers`: the number of layers of each stage.
 
-    Raises ValueError on all ranks alike.
+    Raises ValueError on all ranks.
     """
     hosting = from_flags.hosting_of(args)
     if hosting is None:
@@ -340,7 +343,7 @@ def _own_need(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> Nee
 
 
 def shortage(needs: Sequence[Need]) -> str | None:
-    """The error for the host that lacks most memory for its ranks; None where all have enough."""
+    """The error for the host whose ranks lack the most memory; None if all hosts have enough."""
     lacking = []
     for host in dict.fromkeys(each.host for each in needs):
         own = [each for each in needs if each.host == host]
@@ -361,15 +364,18 @@ def shortage(needs: Sequence[Need]) -> str | None:
 
 # --- directories ------------------------------------------------------------------------------------------------------
 
-_BETWEEN_LOOKS = 1.0  # seconds between two looks at a job that may be dead
+_BETWEEN_LOOKS = 1.0  # seconds between two checks of a job that may be dead
 
 
 def prepare_outputs(args: TrainConfig) -> OwnerMark | None:
-    """Make the directories of `--save` and `--pipeline-timeline`, take the first for this job, and mend what a killed
-    save left there. Returns, on rank 0, the mark of that; release it in the end.
+    """Make the directories of `--save` and `--pipeline-timeline`, and take the directory of `--save` for this job.
 
-    Collective. Raises ValueError on every rank where rank 0 cannot write into one, or another job writes into the
-    first. A run that does not train saves nothing, so its `--save` may be read-only.
+    In `--save`, the leftovers of a killed save are cleaned up. Collective.
+
+    Returns this job's mark on the directory of `--save` on rank 0 (release it in the end); None on other ranks. A run
+    that does not train saves nothing, so its `--save` may be read-only.
+
+    Raises ValueError on every rank if rank 0 cannot write into a directory, or if another job writes into `--save`.
     """
     save = None if args.skip_train else args.save
     outputs = {"--save": save, "--pipeline-timeline": args.pipeline_timeline}
@@ -379,7 +385,7 @@ def prepare_outputs(args: TrainConfig) -> OwnerMark | None:
     if save is None:
         return None
     mark = OwnerMark(save) if torch.distributed.get_rank() == 0 else None
-    while not on_rank_zero(lambda: mark.try_to_take()):  # in short steps: ranks wait for each other with a limit
+    while not on_rank_zero(lambda: mark.try_to_take()):  # in short steps: other ranks wait with a timeout
         time.sleep(_BETWEEN_LOOKS)
     try:
         problem = on_rank_zero(lambda: _problem_with_leftovers(save))
