@@ -1,8 +1,8 @@
-"""Reading a checkpoint at any parallel degrees: checks of its completeness and its model, then the tensors.
+"""Reading a checkpoint at any parallel degrees: checks of its files and its model, then the tensors.
 
 Errors are found before any tensor is changed, and all ranks report the same error: a damaged common file, a model with
 other arguments (see `arguments`), damaged or missing files (each rank checks a share of them), and tensors that the job
-needs and the checkpoint lacks or has in another shape.
+needs and that the checkpoint lacks or has in another shape.
 """
 
 import io
@@ -58,8 +58,10 @@ _BESIDE_WEIGHTS = (
 
 @contextmanager
 def reading(path: Path, say: Callable[[str], str] = str) -> Iterator[None]:
-    """A block that reads a file with torch. Raises CheckpointError, with what `say` makes of the sentence, if the file
-    is missing or cannot be read."""
+    """Raise CheckpointError if the block, which reads `path` with torch, finds the file missing or unreadable.
+
+    `say`: makes the error's text from its first sentence.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -87,7 +89,7 @@ def read_common_state(location: CheckpointLocation) -> dict:
 
 
 def _common_beside_tensors(location: CheckpointLocation) -> dict | None:
-    """The common state of a checkpoint of Megatron-LM that has no file of its own for it, as from core 0.19 on."""
+    """The common state of a Megatron-LM checkpoint that has no file for it, as from core 0.19 on; None for others."""
     if (location.path / COMMON_FILE).exists() or not (location.path / INDEX_FILE).exists():
         return None
     entry = "common_state/shard_0_1"
@@ -101,7 +103,7 @@ def _common_beside_tensors(location: CheckpointLocation) -> dict | None:
     found: dict = {entry: io.BytesIO()}
     try:
         _load_state_dict(found, storage_reader=FileSystemReader(str(location.path)), no_dist=True)
-    except CheckpointException as error:  # no Exception, so nothing else would catch it
+    except CheckpointException as error:  # CheckpointException is no Exception, so no other handler would catch it
         raise CheckpointError(_with_hint(location, f"checkpoint {location.path} cannot be read: {error}")) from error
     loaded = found[entry]
     if isinstance(loaded, io.BytesIO):
@@ -145,7 +147,7 @@ class CheckpointReader:
         return any(key.startswith(prefix) for key in self.index.state_dict_metadata)
 
     def left_over(self, state: dict) -> list[str]:
-        """The keys of the checkpoint's weights that `state` requests on no rank.
+        """The keys of the checkpoint's weights that no rank requests with `state`.
 
         Transformer Engine's extra states, optimizer states and random states are not counted.
         """
@@ -157,9 +159,9 @@ class CheckpointReader:
         return sorted(key for key in rest if "_extra_state" not in key and not key.startswith(_BESIDE_WEIGHTS))
 
     def respell(self, state: dict) -> None:
-        """Give the tensors of `state` the checkpoint's keys where these are spelled otherwise (`SAME_KEYS`).
+        """Give the tensors of `state` the checkpoint's keys if it spells them differently (`SAME_KEYS`).
 
-        So local layers with experts load what Transformer Engine's have saved, and the other way round.
+        So local layers with experts load the weights that Transformer Engine's layers have saved, and vice versa.
         """
         for value in nested_values(state):
             if not isinstance(value, ShardedTensor) or self.holds(value):

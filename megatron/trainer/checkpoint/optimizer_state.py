@@ -1,21 +1,22 @@
-"""The optimizer's state in a checkpoint and in memory: ranges owned by ranks, conversion between the kinds of
-optimizers, and a reset when frozen layers train again.
+"""The optimizer's state in a checkpoint and in memory: element ranges, conversion between optimizers, and resets.
 
-Problem: megatron.core's two kinds of optimizer store the same numbers under different names. Moments agree
-('optimizer.state.exp_avg.<parameter>'). FP32 masters are 'param' in the distributed optimizer, 'fp32_param' in the
-mixed-precision optimizer, and the model's own tensors in the FP32 optimizer. Step counter and groups are at different
-places. A step counter of 0 is left out of the state of Adam and similar optimizers, and then the load fails, since it
-is missing. The distributed optimizer shards masters and moments by ranges of a flat buffer; its format that other
-degrees can load first gathers the whole state on every replica. Moreover, no rank has the moments of layers that were
-frozen, nor older versions of their weights, nor, with 16-bit weights, their FP32 masters. If such moments were zero
-while the step counter went on, the first steps would be several times too long, since Adam corrects moments by the
-counter, and checkpoints have one counter for all layers.
+Problem: megatron.core's optimizers store the same numbers under different names. Moments have the same names
+('optimizer.state.exp_avg.<parameter>'). FP32 master weights are 'param' in the distributed optimizer, 'fp32_param' in
+the mixed-precision optimizer, and the model's own tensors in the FP32 optimizer. Step counters and parameter groups are
+at different places. The state of Adam and similar optimizers has no step counter while the counter is 0, and then the
+load fails for lack of the counter. The distributed optimizer shards master weights and moments by ranges of a flat
+buffer; its format that other degrees can load first gathers the whole state on every replica.
 
-Solution: request each master under its name in the checkpoint, and rearrange the small common part after the load. When
-state goes from rank to rank in memory, a rank describes its share of a parameter as a range of the parameter's
-flattened elements, without a copy; only stores that know `ElementRange` can hold such a range, files cannot. When
-frozen layers train again, the optimizer is reset for all layers: moments and counter are 0. Masters of trained layers
-are kept; the masters and older versions of frozen layers are their weights.
+Layers that train again after they were frozen are another problem: no rank has their moments, older versions of their
+weights, or, with 16-bit weights, their FP32 master weights. If their moments were 0 while the step counter continued,
+the first steps would be several times too long, since Adam corrects moments by the counter, and checkpoints have one
+counter for all layers.
+
+Solution: request each master weight under its name in the checkpoint, and rearrange the small common part after the
+load. When state moves between ranks in memory, a rank describes its shard of a parameter as a range of the parameter's
+flattened elements, without a copy. Only stores that know `ElementRange` can hold such a range; files cannot. When
+frozen layers train again, the optimizer is reset for all layers: moments and counter become 0. Master weights of
+trained layers are kept; master weights and older versions of frozen layers become their weights.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import is_distributed,
 # --- the elements that a rank owns ------------------------------------------------------------------------------------
 
 ELEMENT_RANGES = "element_ranges"  # value of "distrib_optim_sharding_type"
-# megatron.core's name for a loaded state that has, for each of its shards, exactly the tensors of that shard.
+# megatron.core's name for a loaded state in which each shard has exactly its own tensors.
 _AS_LOADED = "fully_sharded_model_space"
 
 
@@ -55,10 +56,11 @@ class ElementRange(ShardedBase):
 
     Attributes:
         key: key of the parameter's state, for messages.
-        data: tensor with one axis; the elements `first` to `first + len(data)` of the flattened local tensor.
+        data: tensor with one axis, which holds the elements `first` to `first + len(data)` of the flattened local
+            tensor.
         first: index of the first element in the flattened local tensor of the parameter.
-        wholes: (index of the first element, sharded tensor without data) for each sharded tensor of the local tensor:
-            a single one, or those that a factory makes (the two halves of a gated layer).
+        wholes: (index of the first element, sharded tensor without data) for each sharded tensor in the local tensor:
+            one, or those that a factory makes (the two halves of a gated layer).
     """
 
     key: str
@@ -74,7 +76,8 @@ class ElementRange(ShardedBase):
         return replace(self, data=None)
 
     def overlaps(self) -> list[tuple[ShardedTensor, int, Tensor]]:
-        """The sharded tensors that overlap the range, as (tensor, first element within it, data of the overlap)."""
+        """The overlap of the range with each sharded tensor, as (tensor, first element in the tensor, data of the
+        overlap)."""
         last, found = self.first + len(self.data), []
         for begin, whole in self.wholes:
             start, stop = max(self.first, begin), min(last, begin + whole.data.numel())
@@ -86,7 +89,7 @@ class ElementRange(ShardedBase):
 def ranged_optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, ShardedStateDict], metadata: dict, *, is_loading: bool
 ) -> ShardedStateDict:
-    """The optimizer's sharded state dict, with element ranges for the state of distributed optimizers.
+    """The optimizer's sharded state dict, with the state of distributed optimizers as element ranges.
 
     The data are the optimizer's own tensors.
     """
@@ -110,7 +113,7 @@ def _distributed_state(optimizer: DistributedOptimizer, model: dict[str, Sharded
             param_state[len(param_state)] = {
                 name: _range_of(of_parameter[id(parameter)], f"optimizer.state.{name}", tensor, places["param"].start)
                 for name, tensor in tensors.items()
-                if name != "step"  # the groups have it, since it is the same for all parameters
+                if name != "step"  # stored in the groups, since it is the same for all parameters
             }
     common = optimizer.state_dict()
     if not param_state:  # a rank without parameters does not count steps
@@ -125,7 +128,8 @@ def _range_of(parameter: ShardedTensor | ShardedTensorFactory, prefix: str, tens
 
 
 def _wholes(parameter: ShardedTensor | ShardedTensorFactory, key: str) -> tuple[tuple[int, ShardedTensor], ...]:
-    """The sharded tensors of a parameter's local tensor, on the meta device, with the first element of each."""
+    """The sharded tensors of a parameter's local tensor, on the meta device, each with the index of its first
+    element."""
     stand_in = torch.empty(parameter.data.shape, dtype=parameter.data.dtype, device="meta")
     if isinstance(parameter, ShardedTensor):
         return ((0, replace(parameter, key=key, data=stand_in)),)
@@ -148,9 +152,9 @@ _SHARDING = "param_state_sharding_type"
 def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
     """Whether `saved`, the common part of a saved optimizer state, comes from the other kind of optimizer.
 
-    Raises CheckpointError if such a state cannot be converted.
+    The kinds are with and without the distributed optimizer. Raises CheckpointError if the state cannot be converted.
     """
-    saved = saved and saved.get(0, saved)  # of a chain, the first
+    saved = saved and saved.get(0, saved)  # a chain of optimizers: the first one
     if saved is None or is_distributed(optimizer) == (_SHARDING in saved):
         return False
     fresh = "pass --no-load-optim to start with a fresh optimizer state"
@@ -163,10 +167,11 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
 
 
 def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
-    """Rename the masters in a sharded optimizer state to the checkpoint's keys, and leave out those that it lacks.
+    """Rename master weights in a sharded optimizer state to the checkpoint's keys; drop those that the checkpoint
+    lacks.
 
-    An FP32 run without the distributed optimizer has no masters beside the model. `holds`: whether the checkpoint has a
-    key.
+    An FP32 run without the distributed optimizer has no master weights beside the model. `holds`: whether the
+    checkpoint has a key.
     """
 
     def renamed(value: object) -> object:
@@ -182,12 +187,13 @@ def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
 
 
 def _master_of(value: object) -> str | None:
-    """The name of the parameter whose FP32 master a sharded tensor is; None if it is not a master."""
+    """The key of the parameter of which a sharded tensor is the FP32 master weight; None for other tensors."""
     return master_of(value.key) if isinstance(value, (ShardedTensor, ShardedTensorFactory)) else None
 
 
 def master_of(key: str) -> str | None:
-    """The key of the parameter whose FP32 master has the key `key`; None if `key` is not that of a master."""
+    """The key of the parameter whose FP32 master weight has the key `key`; None if `key` is not that of a master
+    weight."""
     for prefix in (_DISTRIBUTED_MASTER, _MIXED_MASTER):
         if key.startswith(prefix):
             return key.removeprefix(prefix)
@@ -201,7 +207,7 @@ def _possible_keys(master: str) -> tuple[str, str]:
 def convert_loaded(loaded: dict, optimizer: MegatronOptimizer) -> dict:
     """Rearrange a loaded optimizer state of the other kind into the form that `optimizer.load_state_dict` takes.
 
-    Precondition: the model is already loaded.
+    The model must be loaded already.
     """
     chain = optimizers_of(optimizer)
     if len(chain) > 1:
@@ -213,7 +219,7 @@ def convert_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
     """Move the step counter of a loaded state to the place where the optimizer reads it; 0 if the state has none.
 
     torch's Adam and similar optimizers have the counter beside the moments, Apex's and Transformer Engine's in their
-    groups. A state that was saved before the first update has no counter.
+    parameter groups. A state that was saved before the first update has no counter.
     """
     chain = optimizers_of(optimizer)
     states = [loaded] if len(chain) == 1 else [loaded[index] for index in range(len(chain))]
@@ -237,7 +243,7 @@ def _to_distributed(loaded: dict, optimizer: DistributedOptimizer) -> dict:
     for group in groups:
         group["step"] = group.get("step", 0.0) if step is None else float(step)
     parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
-    states = loaded.get("param_state", {})  # none where all that the rank has is frozen
+    states = loaded.get("param_state", {})  # none if all layers of the rank are frozen
     for index, tensors in states.items():
         tensors.setdefault("param", parameters[int(index)].detach().float())
     converted = {"optimizer": {"param_groups": groups}, "param_state": states}
@@ -266,7 +272,7 @@ _STATE = "optimizer.state."
 
 
 def stays(key: str, holds_key: Callable[[str], bool]) -> bool:
-    """Whether a reset leaves out the value of a key: a moment, or a master or older version that the store lacks."""
+    """Whether a reset does not load a key: a moment, or a master weight or older version that the store lacks."""
     comes_from_weights = _weight_of(key) is not None
     return not holds_key(key) if comes_from_weights else key.startswith(_STATE)
 
@@ -276,7 +282,7 @@ class Anew:
     """A reset of the optimizer's state.
 
     Attributes:
-        from_weights: pairs of a master or older version and the weights that are copied into it after the load.
+        from_weights: pairs of (master weight or older version, weights to copy into it after the load).
     """
 
     from_weights: list[tuple[Tensor, Tensor]]
@@ -285,7 +291,7 @@ class Anew:
     def of(
         cls, request: ShardedStateDict, model: dict[str, ShardedStateDict], holds_key: Callable[[str], bool]
     ) -> Anew:
-        """The reset for a load of `request`, the entries of `model`, of older versions and of the optimizer."""
+        """The reset for a load of `request`: the entries of `model`, the older versions and the optimizer."""
         weights = {value.key: value.data.detach() for value in nested_values(model) if _is_tensor(value)}
         found = []
         for entry in (each for each in request if each not in model):
@@ -300,7 +306,7 @@ class Anew:
 
     @torch.no_grad()
     def complete(self, loaded: dict) -> None:
-        """Copy the loaded weights to masters and older versions, and set the step counter to 0."""
+        """Copy the loaded weights to master weights and older versions, and set the step counters to 0."""
         for target, weights in self.from_weights:
             target.copy_(weights)
         _reset_counters(loaded.get("optimizer"))
@@ -311,7 +317,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _weight_of(key: str) -> str | None:
-    """The key of the weight whose FP32 master or older version has the key `key`; None for another key."""
+    """The key of the weight of which `key` is the FP32 master weight or an older version; None for other keys."""
     return master_of(key) or (key.partition(".")[2] if key.startswith(OLDER_VERSIONS) else None)
 
 
@@ -325,7 +331,7 @@ def _keys(value: ShardedBase) -> list[str]:
 
 
 def _reset_counters(state: object) -> None:
-    """Set the step counter of each optimizer of a chain to 0, in its groups or beside its moments."""
+    """Set the step counter of each optimizer in a chain to 0, in its parameter groups or beside its moments."""
     if isinstance(state, dict):
         for name, value in state.items():
             if name in ("step", "common_step") and value is not None:

@@ -1,4 +1,4 @@
-"""The data files of a language model with their weights, and checks of each .bin/.idx pair. This module has no torch.
+"""The data files of a language model with their weights, and checks of each .bin/.idx pair. Imports no torch.
 
 Problem: a truncated or empty file would cause an error only hours later, in the middle of an epoch, as a wrong slice or
 a crash. If a file is truncated while a run reads it, the process dies of a bus error if the file is mapped into memory;
@@ -73,7 +73,7 @@ def parse_blend(words: list[str] | None, source: str = "--data-path") -> Blend |
 
 
 def blends(args: DataFlags) -> tuple[Blend | None, list[Blend | None] | None]:
-    """The blend to split (or None), and the blends of the splits (or None). Both are None for mock data.
+    """The blend to be split (or None), and the blends of the splits (or None). Both are None for mock data.
 
     Raises ValueError for invalid weights, and for files of words that cannot be read.
     """
@@ -99,7 +99,7 @@ def notes_on_weights(args: DataFlags) -> list[str]:
 
 
 def _sources(args: DataFlags) -> list[tuple[str, list[str] | None]]:
-    """The words of blends as (flag or file, words): the blend to split first, then the blend of each split."""
+    """The words of blends as (flag or file, words): first the blend to be split, then the blend of each split."""
     if args.mock_data:
         return [("--mock-data", None)]
     if args.data_args_path:
@@ -137,7 +137,7 @@ _HEADER_SIZE = 34
 
 
 class Contents(NamedTuple):
-    """The content of a .bin/.idx pair. A document has one sequence, or with `--split-sentences` one a sentence."""
+    """The content of a .bin/.idx pair. A document has one sequence, or with `--split-sentences` one per sentence."""
 
     num_sequences: int
     num_documents: int
@@ -147,7 +147,7 @@ class Contents(NamedTuple):
 def check_indexed_dataset(prefix: str) -> Contents:
     """Check that `prefix`.idx and `prefix`.bin fit together. Returns their content.
 
-    Raises ValueError naming the file and its error.
+    Raises ValueError that names the file and its error.
     """
     index, binary = f"{prefix}.idx", f"{prefix}.bin"
     for path in (index, binary):
@@ -171,7 +171,7 @@ def check_indexed_dataset(prefix: str) -> Contents:
         if num_sequences == 0:
             raise ValueError(f"data file {index} has no sequences; was the text empty?")
         expected = _HEADER_SIZE + 12 * num_sequences + 8 * num_documents
-        if size not in (expected, expected + num_sequences):  # some files have a byte with a mode for each sequence
+        if size not in (expected, expected + num_sequences):  # some files have a mode byte for each sequence
             raise ValueError(_another_size(index, size, expected))
         lengths = _last_two(stream, _HEADER_SIZE, "i", num_sequences)
         offsets = _last_two(stream, _HEADER_SIZE + 4 * num_sequences, "q", num_sequences)
@@ -193,7 +193,7 @@ def check_indexed_dataset(prefix: str) -> Contents:
 
 
 def _last_two(stream: BinaryIO, start: int, kind: str, count: int) -> tuple[int, ...]:
-    """The last two of the `count` numbers from position `start` on, or the only one."""
+    """The last two of `count` numbers in a stream, which begin at byte `start`; the only number if `count` is 1."""
     layout = struct.Struct(f"<{min(count, 2)}{kind}")
     stream.seek(start + (count - min(count, 2)) * struct.calcsize(f"<{kind}"))
     return layout.unpack(stream.read(layout.size))
@@ -205,11 +205,11 @@ def _another_size(path: str, size: int, expected: int) -> str:
 
 
 def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int, said: int) -> tuple[int | None, bool]:
-    """The number of bytes of a token in the data, and whether it is certain; `said`: the number by the index's dtype.
+    """The number of bytes of a token in the data, and whether it is certain; `said`: the index's number.
 
-    The number follows from the offsets, or if these agree with the dtype, from the size of the data. It is None if no
-    token can have this number of bytes: then bytes are missing or superfluous. If the offsets agree with the dtype and
-    there are too few bytes, the data are truncated.
+    The number follows from the offsets or, if these agree with the index's dtype, from the size of the data. It is None
+    if no dtype has this size; then bytes are missing or superfluous. If the offsets agree with the dtype and there are
+    too few bytes, the data are truncated.
     """
     known = set(_ITEM_SIZES.values())
     has_two = len(lengths) == 2 and lengths[0] > 0
@@ -237,8 +237,8 @@ class BinReader:
             raise ValueError(f"data file {path} cannot be read: {error.strerror}") from error
 
     def read(self, dtype: type[numpy.number], count: int, offset: int) -> numpy.ndarray:
-        """Read `count` numbers from byte `offset` on. Raises ValueError if the file ends before."""
-        import numpy  # not at the top, since the rules of flags import this module and need no numpy
+        """Read `count` numbers from byte `offset` on. Raises ValueError if the file ends earlier."""
+        import numpy  # imported here, since the rules of flags import this module and need no numpy
 
         numbers = numpy.empty(count, dtype)
         left = numbers.view(numpy.uint8)
@@ -260,7 +260,7 @@ class BinReader:
 def damaged_index_cache(folders: Iterable[str]) -> str | None:
     """A sentence about the first damaged file of sample indices (.npy) in `folders`; None if there is none.
 
-    A file is damaged if it has no header, or is shorter than the header says. megatron.core's error names no file.
+    A file is damaged if it has no header, or is shorter than its header says. megatron.core's error names no file.
     """
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.npy")):
@@ -272,7 +272,7 @@ def damaged_index_cache(folders: Iterable[str]) -> str | None:
 
 
 def _bytes_of_array(path: Path) -> int | None:
-    """The length in bytes that a .npy file must have by its header; None if it has no header."""
+    """The length in bytes that the header of a .npy file implies; None if there is no header."""
     from numpy.lib import format as layout
 
     with open(path, "rb") as stream:
@@ -286,9 +286,10 @@ def _bytes_of_array(path: Path) -> int | None:
 
 
 def document_lengths(prefix: str, part: tuple[float, float] = (0.0, 1.0)) -> Iterator[numpy.ndarray]:
-    """Yield the lengths in tokens of the sequences of each document, int32 [sequences]. Precondition: a checked pair.
+    """Yield the lengths in tokens of the sequences of each document, int32 [sequences].
 
-    `part`: first and last share of the documents to read, rounded as in megatron.core's splits.
+    `prefix`: a pair that is already checked. `part`: the range of the documents to read, as two fractions of their
+    number, rounded as in megatron.core's splits.
     """
     import numpy
 

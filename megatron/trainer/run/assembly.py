@@ -1,7 +1,7 @@
-"""A run on this rank is put together: tokenizer, data, model, optimizer, checkpoint, stages, engine, in this order.
+"""The assembly of a run on this rank: tokenizer, data, model, optimizer, checkpoint, stages, engine, in this order.
 
-So errors are cheap: directories and files are tried before the model is built, and the checkpoint is read before the
-first sample. What the loop needs is one record (`Run`).
+This order makes errors cheap: directories and files are tried before the model is built, and the checkpoint is read
+before the first sample. The training loop gets one record (`Run`).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 
 def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
-    """Build a run of `program` on this rank. Collective. Raises ValueError for what the user can mend.
+    """Build a run of `program` on this rank. Collective. Raises ValueError for errors that the user can fix.
 
-    `args`: completed; process groups are up.
+    `args`: completed. The process groups must exist.
     """
     owner_mark = prepare_outputs(args)
     try:
@@ -75,10 +75,10 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
 
 
 def assemble_alone(args: TrainConfig, program: TrainingProgram) -> Run:
-    """Build what a new process of a lost rank has of a run, without its state and its engine.
+    """Build the run of a new process that replaces a lost rank, without its state and its engine.
 
-    `args`: completed, with the rank of the lost process. This process is in a group of its own, and megatron.core has
-    its place in the pipeline. Raises ValueError as `assemble`.
+    `args`: completed, with the rank of the lost process. This process is alone in its process group, and megatron.core
+    has its pipeline rank. Raises ValueError as `assemble` does.
     """
     args, reporter, datasets, num_tokens = _read(args, program, writes=False)
     built = setup_model_and_optimizer(args, program)
@@ -89,8 +89,12 @@ def assemble_alone(args: TrainConfig, program: TrainingProgram) -> Run:
 def _read(
     args: TrainConfig, program: TrainingProgram, *, writes: bool | None = None
 ) -> tuple[TrainConfig, Reporter, Datasets, int]:
-    """The configuration with what follows from tokenizer and data, the log, the data, and the number of tokens that the
-    tokenizer has. `writes`: of the log."""
+    """Read the tokenizer and the data, and open the log.
+
+    Returns the configuration completed from tokenizer and data, the reporter, the datasets, and the number of token
+    ids.
+    `writes`: whether this rank writes the log; None: as its rank says.
+    """
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
     args = replace(args, padded_vocab_size=0 if tokenizer is None else padded_vocab_size(args, tokenizer))
     if args.load_hf is not None:
@@ -123,13 +127,13 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
     decisions = ChangeDecisions(args) if args.changes else None
     if decisions is not None and args.recorded_changes is not None:
         decisions.load_state_dict(args.recorded_changes)
-    choose_kernel(built.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
+    choose_kernel(built.optimizer, args.optimizer_kernel)  # a loaded state has the kernel of its save
     if args.go_on_without_lost_ranks and args.use_distributed_optimizer:
         built.update.keep_shards(copies=args.redundant_optimizer)
     args.batch_sizes.check_from(position.consumed_train_samples)
     began = time.perf_counter()
     engine = build_engine(args, built, position)
-    if decisions is not None:  # a change does the same again
+    if decisions is not None:  # a change repeats the same work
         decisions.expect_change(seconds_of_setup + time.perf_counter() - began)
     _describe(args, reporter, built.stages, position)
     cache = None
@@ -150,7 +154,7 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
 
 
 def _require_one_program(args: TrainConfig) -> None:
-    """Raises ValueError where ranks have read different programs, each on its own host."""
+    """Raise ValueError if ranks have read different programs, each from its own host."""
     if args.program is None:
         return
     found: list[str] = [""] * args.world_size
@@ -164,8 +168,10 @@ def _require_one_program(args: TrainConfig) -> None:
 
 
 def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
-    """Load `--load`, or where that holds nothing the weights of `--pretrained-checkpoint` or `--load-hf`; a
-    classifier's head is new."""
+    """Load the checkpoint of `--load`, or without one the weights of `--pretrained-checkpoint` or `--load-hf`.
+
+    A classifier keeps its new head. Returns the position of `--load` or `--pretrained-checkpoint`; None without either.
+    """
     position = None
     if args.load is not None:
         position = load_checkpoint(built, args=args, say=reporter.say)
@@ -189,9 +195,9 @@ def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> Ch
 
 
 def without_data(args: TrainConfig) -> list[str]:
-    """Notes on evaluations that the run would make, and has no data for (`has_split`).
+    """Notes on evaluations that the run would make and for which it has no data (`has_split`).
 
-    Raises ValueError where the flags ask for evaluations by name, and nobody has said that there are no data for them.
+    Raises ValueError if the user's flags ask for evaluations and the flags do not say that there are no data for them.
     """
     if not args.eval_iters:
         return []
@@ -236,7 +242,7 @@ def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage]
 
 
 def _num_parameters(args: TrainConfig, stage: MegatronStage) -> float:
-    """This rank's share of a stage's parameters: the shares of all ranks add up to the stage."""
+    """This rank's share of a stage's parameters; the shares of all ranks add up to the number in the stage."""
     return sum(
         param.nelement() / (num_replicas(args) if is_dense(param) else num_expert_replicas(args))
         for param in stage.model.parameters()

@@ -8,7 +8,7 @@ from megatron.pipeline.schedules import PRESETS
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 
 AUTO = "auto"
-"""The value of --pipeline-schedule for a program that is made when the job starts."""
+"""The value of --pipeline-schedule for a program that is made at the start of the job."""
 _DEGREE, _PREDICTION = Role.CONFIGURATION | Role.DEGREES, Role.CONFIGURATION | Role.PREDICTION
 
 
@@ -29,7 +29,7 @@ class Pipeline:
         "optimizer state on the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md. auto: "
         "the program that the costs of --pipeline-profile, or of the job's first batches, and --pipeline-memory-limit "
         "ask for; exact, unless --pipeline-weights says otherwise. docs/synthesis.md.",
-        choices=ChainMap({AUTO: None}, PRESETS).keys(),  # a view: users register more
+        choices=ChainMap({AUTO: None}, PRESETS).keys(),  # a view, since users register more
     )
     pipeline_weights: str = option(
         "flush",

@@ -1,4 +1,4 @@
-"""Rules of single programs: which flags belong to which program, and what a BERT, a T5 and a classifier require.
+"""Rules of single programs: which flags belong to which program, and the needs of a BERT, a T5 and a classifier.
 
 `args.architecture` is "gpt", "bert", "t5", "vit" or "bert-classify". A flag that only another architecture has is
 refused by name.
@@ -17,7 +17,7 @@ from megatron.trainer.files import text_files
 # --- which program a flag belongs to ----------------------------------------------------------------------------------
 
 Refusals = Mapping[str, tuple[object, str]]
-"""Destination -> (the value that asks for nothing, why any other is refused)."""
+"""Destination -> (the value that asks for nothing, the reason why any other value is refused)."""
 
 _OWNERS = (
     (model.ATTENTION, ("gpt",), "pretrain_gpt.py"),
@@ -33,7 +33,7 @@ _SHARED = {"bert_binary_head": ("bert", "bert-classify"), "mask_prob": ("bert", 
 ONLY_OF = {
     each.dest: _SHARED.get(each.dest, architectures) for group, architectures, _ in _OWNERS for each in group.flags
 }
-"""Destination -> the architectures to which it belongs, where these are not all."""
+"""Destination -> the architectures to which the flag belongs, for flags that do not belong to all."""
 
 
 def owners(args: Arguments) -> None:
@@ -45,7 +45,7 @@ def owners(args: Arguments) -> None:
 
 
 def refuse_values(args: Arguments, refusals: Refusals) -> None:
-    """Raise ValueError for the first value that asks for what the program does not have."""
+    """Raise ValueError for the first flag whose value asks for a feature that the program lacks."""
     named = {each.dest: each for each in FLAGS}
     for name, (neutral, reason) in refusals.items():
         value = getattr(args, name)
@@ -56,8 +56,8 @@ def refuse_values(args: Arguments, refusals: Refusals) -> None:
 # --- BERTs ------------------------------------------------------------------------------------------------------------
 
 SHORTEST_SEQUENCE = 5
-"""Tokens: [CLS], two [SEP], and two of text, the least that megatron.core's samples have."""
-LARGEST_SEED = 2**31 - 1  # of megatron.core's sample index
+"""Tokens: [CLS], two [SEP], and two of text, the fewest that megatron.core's samples have."""
+LARGEST_SEED = 2**31 - 1  # the limit of megatron.core's sample index
 
 _LAYER_REFUSALS: Refusals = {
     "qk_layernorm": (False, "megatron.core's BERT layer has no such norm; leave the flag out"),
@@ -93,7 +93,7 @@ def bert(args: Arguments) -> None:
 
 MEGATRONS_NUM_CLASSES = 1000
 SHORTEST_TEXT = 3
-"""Tokens: [CLS], one of text, [SEP]."""
+"""Tokens: [CLS], one of text, and [SEP]."""
 _SPLITS = ("train", "valid", "test")
 
 _REFUSALS_OF_CLASSIFIERS: Refusals = {
@@ -116,12 +116,12 @@ _REFUSALS_OF_VIT: Refusals = {
 
 
 def image_shape(args: Arguments) -> list[str]:
-    """Fills `seq_length` and `max_position_embeddings` of a ViT, and the number of its classes."""
+    """Set a ViT's `seq_length`, `max_position_embeddings` and `num_classes`; return notes on flags without effect."""
     if args.architecture != "vit":
         return []
     if args.num_classes is None:
         args.num_classes = MEGATRONS_NUM_CLASSES
-    length = 1  # until `ranges` has checked the numbers
+    length = 1  # a placeholder if the sizes are invalid, which `ranges` refuses
     if min(args.img_h, args.img_w, args.patch_dim) > 0:
         for name in ("img_h", "img_w"):
             if getattr(args, name) % args.patch_dim:
@@ -139,7 +139,7 @@ def image_shape(args: Arguments) -> list[str]:
 
 
 def classifier(args: Arguments) -> None:
-    """Check that flags fit a classifier. Its model has no output layer, so no weights are tied."""
+    """Check that flags fit a classifier. Its model has no output layer, so its weights are set to untied."""
     if args.architecture not in CLASSIFIERS:
         return
     refuse_values(args, _REFUSALS_OF_CLASSIFIERS)
@@ -202,7 +202,7 @@ def _classes_of_texts(args: Arguments) -> None:
 
 
 def num_samples(args: Arguments, split: str) -> int:
-    """Samples in the files of "train", "valid" or "test". Raises ValueError where they cannot be read or have none."""
+    """The samples in the files of "train", "valid" or "test". Raises ValueError if they cannot be read or have none."""
     paths = data_paths(args)[split]
     found = _files(args).count(paths) if paths else 0
     if paths and not found:
@@ -211,8 +211,11 @@ def num_samples(args: Arguments, split: str) -> int:
 
 
 def evaluations(args: Arguments) -> None:
-    """Without --eval-iters an evaluation takes all samples once; with --epochs one follows each epoch, unless
-    --eval-interval is given."""
+    """Set when a classifier is evaluated, and on how many batches.
+
+    Without --eval-iters, an evaluation reads all samples once. With --epochs, an evaluation follows each epoch, unless
+    --eval-interval is given.
+    """
     if args.architecture not in CLASSIFIERS:
         return
     if "eval_iters" not in args.given:
@@ -244,7 +247,7 @@ _NEEDED_OF_T5 = ("encoder_num_layers", "encoder_seq_length", "decoder_seq_length
 
 
 def t5_shape(args: Arguments) -> None:
-    """Fill `num_layers` (of both stacks) and `seq_length` (the encoder's) of a T5, for all code that reads either."""
+    """Set a T5's `num_layers` (of both stacks) and `seq_length` (the encoder's) for code that reads these flags."""
     if args.architecture != "t5":
         return
     for name, names in _INSTEAD.items():
@@ -259,7 +262,7 @@ def t5_shape(args: Arguments) -> None:
         args.decoder_num_layers = args.encoder_num_layers
     args.num_layers = args.encoder_num_layers + args.decoder_num_layers
     args.seq_length = args.encoder_seq_length
-    if args.position_embedding_type == "relative" and args.max_position_embeddings is None:  # it knows any length
+    if args.position_embedding_type == "relative" and args.max_position_embeddings is None:  # no length limit
         args.max_position_embeddings = max(args.encoder_seq_length, args.decoder_seq_length)
 
 
@@ -283,7 +286,7 @@ _SHORTEST = 3
 
 
 def _unpriced_t5(args: Arguments) -> None:
-    """Refuse what asks for times of layers, which the planner knows of models of one stack only."""
+    """Refuse flags that need the planner's layer times or matrices, which the planner has for one stack only."""
     if args.rank_mapping == "optimized":
         raise ValueError(
             "--rank-mapping optimized weighs what ranks send by the layers of one stack; give standard or pair-adjacent"
