@@ -1,26 +1,26 @@
-"""The change of a run's arrangement while it trains: drained, without a file, and undone if it fails.
+"""The change of a run's arrangement during training: the pipeline is drained, no file is written, and errors undo it.
 
-The state moves as it does through a checkpoint, from the old chunks to new ones. The old chunks and their process
-groups stay unchanged until all ranks agree that the state has arrived and that they are about to run the same program;
-an error before that point leaves the run in the old arrangement.
+The state moves as through a checkpoint, from the old chunks to new ones. The old chunks and their process groups stay
+unchanged until all ranks agree that the state has arrived and that they will run the same program. An error before this
+point leaves the run in the old arrangement.
 
-Between two batches no gradient is read, since a batch begins with zeros. So the gradient buffers of the old chunks need
-no memory while the new chunks are built, which have their own buffers; if the run keeps the old chunks, their buffers
-are filled with zeros again. All references to a buffer (views of parameters, buckets, shards) refer to its storage,
-which stays the same object and is empty during the change.
+Between two batches no gradient is read, since a batch begins with zeros. So the gradient buffers of the old chunks are
+freed while the new chunks, which have their own buffers, are built. If the run keeps the old chunks, their buffers are
+allocated again and filled with zeros. All references to a buffer (views of parameters, buckets, shards) refer to its
+storage, which stays the same object and is empty during the change.
 
 If the degrees change, the old process groups are kept beside the new ones:
 
-    before = set_groups_aside()                           # megatron.core is as if it had never been initialised
+        before = set_groups_aside()                           # megatron.core looks as if it had never been initialised
     parallel_state.initialize_model_parallel(...)
-    destroy_groups(before)                                # success: the old groups end
-    destroy_groups(set_groups_aside()); restore_groups(before)  # failure: the old groups come back
+        destroy_groups(before)                                # success: destroy the old groups
+        destroy_groups(set_groups_aside()); restore_groups(before)  # failure: return to the old groups
 
-megatron.core drops its groups without ending them. Each group has sockets and threads, hundreds after a few changes,
-and torch's registry keeps a dropped group for as long as the process lives. So the groups are ended one by one. The
-variables that `parallel_state` has set since its import are found by comparison with a second instance of the module
-that was never initialised, so that no names of a particular version are needed. The state of other modules (generators
-of tensor parallel dropout, timeouts) is not changed.
+megatron.core drops its groups without destroying them. Each group has sockets and threads, hundreds after a few
+changes, and torch's registry keeps a dropped group for as long as the process lives. So this module destroys the groups
+one by one. It finds the variables that `parallel_state` has set since its import by comparison with a second instance
+of the module that was never initialised, so that it needs no names of a particular version. The state of other modules
+(generators of tensor parallel dropout, timeouts) is not changed.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ from megatron.trainer.start_up.run import (
 
 
 class _GradientMemory:
-    """The gradient buffers of a drained `update`; none if the update has no gradients, as on a frozen rank."""
+    """The gradient buffers of a drained `update`; empty if the update has no gradients, as on a frozen rank."""
 
     def __init__(self, update: object) -> None:
         buffers: CoreGradientBuffers | None = getattr(update, "_gradients", None)
         slots = [] if buffers is None else [buffers[slot] for slot in range(buffers.num_slots)]
         storages = [flat.untyped_storage() for slot in slots for flat in slot.flats]
-        self._storages = [storage for storage in storages if storage.resizable()]  # not those with a numpy view
+        self._storages = [storage for storage in storages if storage.resizable()]  # others cannot be resized
         self._num_bytes = [storage.nbytes() for storage in self._storages]
 
     def release(self) -> None:
@@ -78,7 +78,7 @@ class _GradientMemory:
             storage.resize_(0)
 
     def take_again(self) -> None:
-        """Allocate the buffers again and fill them with zeros. Precondition: their memory is still available."""
+        """Allocate the buffers again and fill them with zeros. Their memory must still be available."""
         for storage, num_bytes in zip(self._storages, self._num_bytes, strict=True):
             storage.resize_(num_bytes)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
@@ -93,13 +93,14 @@ PATIENCE = timedelta(minutes=1)
 def change_arrangement(run: Run, wanted: Arrangement) -> Change:
     """Change the run to the arrangement `wanted`.
 
-    Collective: every rank must call it. Precondition: the pipeline is drained.
+    Collective: every rank must call it. The pipeline must be drained.
 
     Raises:
         CheckpointError: on every rank, if the arrangement is impossible, a step fails, or the state does not arrive.
             The run then continues in the old arrangement. There is one exception: if a collective fails on some ranks
-            only, so that the others still wait in it (for example, a rank cannot open the sockets of a group), the
-            failed ranks raise their own error after `PATIENCE`, and the guard ends the job, as if a rank were killed.
+            only, and the other ranks still wait in it (for example, if a rank cannot open the sockets of a group), the
+            failed ranks raise their own error after `PATIENCE`, and the guard ends the job, as if a rank had been
+            killed.
     """
     start = time.perf_counter()
     before, way_back = run.args.arrangement, _WayBack(run)
@@ -109,7 +110,7 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
             state = _leave(run, wanted, way_back)
             built = setup_model_and_optimizer(run.args, run.program, draws=False, locally=agreed)
             moved = _move_in(run, built, state, before)
-    except AgreedError as error:  # its frames keep the new objects alive until this block ends
+    except AgreedError as error:  # the error's frames keep the new objects alive until this block ends
         problem = str(error)
     if problem is not None:
         if built is not None:
@@ -188,7 +189,7 @@ def _move_in(run: Run, built: ModelAndOptimizer, state: ShardedStateDict, before
 
 
 def end_engine(run: Run) -> None:
-    """End the drained engine of a run that is about to get another.
+    """Close the drained engine of a run that will get another engine.
 
     Collective: every rank must call it.
     """
@@ -230,9 +231,9 @@ def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Cha
 
 
 def collect(run: Run) -> None:
-    """Free dropped objects, which have reference cycles.
+    """Free dropped objects that are in reference cycles.
 
-    If the run keeps its objects out of garbage collections, the remaining ones are kept out again.
+    If the run keeps its objects out of garbage collection (gc.freeze), the remaining objects are frozen again.
     """
     if not run.is_kept_out_of_collections:
         gc.collect()
@@ -258,7 +259,7 @@ class ParallelState:
 
 
 def set_groups_aside() -> ParallelState:
-    """Take all variables out of `parallel_state`, and return them. Not collective; the groups stay alive."""
+    """Take all variables out of `parallel_state` and return them. Not collective; the groups stay alive."""
     module, begins = vars(parallel_state), _as_imported()
     record = ParallelState({name: module[name] for name in _names()})
     for name in record.values:
@@ -270,7 +271,7 @@ def set_groups_aside() -> ParallelState:
 def restore_groups(record: ParallelState) -> None:
     """Put the variables of `record` back into `parallel_state`. Not collective.
 
-    The present groups are dropped without being ended, so call `destroy_groups` on them first.
+    The current groups are dropped without being destroyed, so call `destroy_groups` on them first.
     """
     module = vars(parallel_state)
     for name in _names():
@@ -280,7 +281,7 @@ def restore_groups(record: ParallelState) -> None:
 
 
 def destroy_groups(record: ParallelState) -> None:
-    """End the groups of `record`, except for the job's own groups and those in use now.
+    """Destroy the groups of `record`, except for the job's own groups and the groups in use.
 
     The threads of a group end only if all other references to it (of chunks, optimizers, gradient buffers) are dropped.
     Collective: every rank of the job must call it.

@@ -1,7 +1,8 @@
-"""The arguments inside a checkpoint: they are stored, compared before a load, and on request taken over.
+"""The arguments in a checkpoint: storing them, comparing them before a load, and taking them over on request.
 
-A checkpoint holds the run's arguments under 'args', as Megatron-LM's do. Loading weights into a model of another shape
-would fail with an error about a tensor; comparing the models first leads to an error that names the argument to change.
+A checkpoint holds the run's arguments under 'args', as Megatron-LM's checkpoints do. Loading weights into a model of
+another shape would fail with an error about a tensor; comparing the models first gives an error that names the argument
+to change.
 
 Problem: two command lines may describe one model differently, and Megatron-LM completes its arguments before it stores
 them. For example, with biases in all linear layers it stores `add_qkv_bias` as True, and it has other names for some
@@ -30,7 +31,7 @@ from megatron.trainer.arguments.rules.programs import ONLY_OF
 MODEL_ARGUMENTS = destinations(Role.SHAPE)
 """The arguments that determine the shape or the meaning of the weights."""
 
-# Arguments that are not copied to the fact of their name, but combined with others.
+# Arguments that do not become the fact of their name, but are combined with others.
 _READ = ("group_query_attention", "num_query_groups", "position_embedding_type", "add_bias_linear", "add_qkv_bias")
 _OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
               "use_rope_scaling", "rope_scaling_factor")  # fmt: skip
@@ -39,9 +40,9 @@ _OF_ATTENTION = tuple(flag.dest for flag in ATTENTION.flags)
 _OF_HEADS = ("num_classes", "class_names", "untie_embeddings_and_output_weights")
 # Facts of some architectures only. Megatron-LM stores these arguments for every model.
 _ONLY_OF = {name: ONLY_OF[name] for name in MODEL_ARGUMENTS if name in ONLY_OF} | {"class_names": ("bert-classify",)}
-# This project's name of an argument -> Megatron-LM's name, if that follows megatron.core's configuration.
+# This project's name of an argument -> Megatron-LM's name, where Megatron-LM uses megatron.core's name.
 OTHER_NAMES = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
-# Argument -> the value that models had before Megatron-LM got the argument, which None stands for, too.
+# Argument -> the value that models had before Megatron-LM had the argument; None in a checkpoint means this value, too.
 WITHOUT_IT = {
     "position_embedding_type": "learned_absolute",
     "rotary_base": 10000,
@@ -75,7 +76,7 @@ WITHOUT_IT = {
 }
 _LISTS = {flag.dest for flag in EXPERTS.flags if flag.nargs == "+"}
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
-# Arguments for parts of other networks -> the values for a network without the part.
+# Arguments for parts of networks that this project does not build -> the values for a network without the part.
 _NOT_BUILT_HERE = {
     "experimental_attention_variant": (None,),
     "attention_output_gate": (None, False),
@@ -121,7 +122,7 @@ def _differences(
 
 
 def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, object]]:
-    """Yield the arguments of a saved model, as (name, value), that ask for a part that this project does not build."""
+    """Yield the arguments of a saved model, as (name, value), that require a part that this project does not build."""
     for name, neutral in _NOT_BUILT_HERE.items():
         value = getattr(there, name, None)
         if value not in neutral:
@@ -147,7 +148,7 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     return {
         **{name: _value(args, name) for name in as_they_stand},
         "hybrid_layer_pattern": pattern,
-        # Megatron-LM's own number has attention and MLPs apart.
+        # Megatron-LM counts attention and MLPs as separate layers.
         **({"num_layers": pattern.count("-")} if pattern else {}),
         "num_query_groups": _key_value_heads(args),
         "position_embedding_type": positions,
@@ -162,12 +163,12 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
 
 
 def _undivided(pattern: str | None) -> str | None:
-    """The layers of a HybridModel, wherever stages divide them."""
+    """The layers of a HybridModel, without the marks that divide them into stages."""
     return pattern and pattern.replace("|", "")
 
 
 def _attention(args: TrainConfig | argparse.Namespace | None, positions: object) -> dict[str, object]:
-    """The facts about attention, "" for what a model does without; those of latents and of YaRN where it has them."""
+    """The facts about attention; "" for a feature that the model lacks, None for settings that have no effect."""
     facts = {flag.dest: _value(args, flag.dest) for flag in ATTENTION.flags}
     if args is None:
         return facts
@@ -200,7 +201,7 @@ def _value(args: TrainConfig | argparse.Namespace | None, name: str) -> object:
 
 
 def _of_experts(args: TrainConfig | argparse.Namespace, name: str) -> object:
-    """The value of an argument about experts: False or 0 where it asks for nothing, and a 1 or 0 for each layer."""
+    """The value of an argument about experts: False or 0 if not set; for `moe_layer_freq`, 1 or 0 for each layer."""
     value = _value(args, name)
     if name == "moe_layer_freq" and isinstance(value, int):
         return [int(each) for each in has_experts(value, args.num_layers)]
@@ -208,7 +209,7 @@ def _of_experts(args: TrainConfig | argparse.Namespace, name: str) -> object:
 
 
 def _key_value_heads(args: TrainConfig | argparse.Namespace | None) -> object:
-    """The number of key-value heads: that of attention heads without grouped queries, whatever number is stored."""
+    """The number of key-value heads; without grouped queries that of attention heads, whatever number is stored."""
     grouped = _value(args, "group_query_attention")
     return _value(args, "num_query_groups" if grouped else "num_attention_heads")
 
@@ -224,7 +225,7 @@ def _positions(args: TrainConfig | argparse.Namespace | None) -> object:
 
 
 def _biases(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
-    """The facts about biases. If all linear layers have one, so has the projection of queries, keys and values."""
+    """The facts about biases. If all linear layers have biases, the projection of queries, keys and values has one."""
     linear, of_queries = _value(args, "add_bias_linear"), _value(args, "add_qkv_bias")
     return {"add_bias_linear": linear, "add_qkv_bias": of_queries if linear is None else linear or bool(of_queries)}
 
@@ -250,7 +251,7 @@ def _same_vocabulary(args: TrainConfig, saved: argparse.Namespace | None) -> boo
 
 _TAKEN_UNLESS_GIVEN = (*destinations(Role.SAVED), "padded_vocab_size")
 _ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "t5": "T5", "vit": "ViT", "bert-classify": "BERT that tells classes"}
-_BODIES = {"bert-classify": "bert"}  # architecture -> the one whose weights without head it accepts
+_BODIES = {"bert-classify": "bert"}  # architecture -> the architecture whose weights it accepts without the head
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
@@ -269,9 +270,9 @@ def check_same_model(
 ) -> None:
     """Check that the saved model is the same as the model of `args`.
 
-    The models are compared, and not the spellings of their arguments. A switch that the checkpoint's program did not
-    have yet counts as off; other facts that one side does not determine are not compared. `body_only`: heads may
-    differ. Raises CheckpointError naming the first argument that differs.
+    The models are compared, not the spellings of their arguments. A switch that the checkpoint's program did not have
+    yet counts as off. Other facts that one side does not determine are not compared. `body_only`: heads may differ.
+    Raises CheckpointError that names the first argument that differs.
     """
     _check_can_be_built(args, saved, path, body_only=body_only)
     for name, here, there in _differences(args, saved, body_only=body_only):
@@ -326,7 +327,10 @@ def _check_can_be_built(
 
 
 def require_same_masters(args: TrainConfig, saved: argparse.Namespace | None, path: object) -> None:
-    """Raise CheckpointError for a 16-bit run's whole optimizer state in an FP32 run, which keeps no masters apart."""
+    """Raise CheckpointError if an FP32 run, which has no separate master weights, loads a 16-bit run's optimizer state.
+
+    A state that the distributed optimizer shards, on either side, is accepted.
+    """
     if saved is None or cuts_optimizer_state(saved) or cuts_optimizer_state(args):
         return
     flag = next((flag for flag in ("bf16", "fp16") if getattr(saved, flag, False)), None)
@@ -345,7 +349,7 @@ def what_changes(args: TrainConfig, saved: argparse.Namespace | None) -> list[st
 def _other_samples(args: TrainConfig, saved: argparse.Namespace | None) -> str | None:
     """The line about samples if the resumed run trains on other samples or in another order; otherwise None.
 
-    The position of a run counts samples, so after such a change it means other samples.
+    The position of a run counts samples, so after such a change it refers to other samples.
     """
     if saved is None or getattr(args, "skip_train", False):
         return None
@@ -368,7 +372,7 @@ def _other_samples(args: TrainConfig, saved: argparse.Namespace | None) -> str |
 
 
 def _length(args: TrainConfig) -> int | None:
-    """The number of samples of the whole run, without regard to a ramp-up of the batch size."""
+    """The number of samples of the whole run; a ramp-up of the batch size is not taken into account."""
     iterations, size = getattr(args, "train_iters", None), getattr(args, "global_batch_size", None)
     return getattr(args, "train_samples", None) or (iterations and size and iterations * size)
 
@@ -393,12 +397,12 @@ def _other_program(args: TrainConfig, saved: argparse.Namespace | None) -> str |
 def with_saved_arguments(
     args: Arguments, saved: argparse.Namespace | None, path: object, *, further: Collection[str] = ()
 ) -> Arguments:
-    """--use-checkpoint-args: parsed arguments with the model's from a checkpoint.
+    """Replace parsed arguments of the model by those of a checkpoint, for --use-checkpoint-args.
 
-    Arguments that determine the shape always come from the checkpoint; a switch that its program did not have yet is
-    off. `further` arguments come from the checkpoint if it has them. The model's other arguments, and the tokenizer's,
-    keep the values given on the command line (`args.given`). Raises CheckpointError if the checkpoint has no arguments
-    or its model cannot be built.
+    Arguments that determine the shape always come from the checkpoint; a switch that the checkpoint's program did not
+    have yet is off. `further` arguments come from the checkpoint if it has them. The model's other arguments, and the
+    tokenizer's, keep the values given on the command line (`args.given`). Raises CheckpointError if the checkpoint has
+    no arguments or its model cannot be built.
     """
     if saved is None:
         raise CheckpointError(
@@ -413,12 +417,12 @@ def with_saved_arguments(
         elif name in MODEL_ARGUMENTS and name in WITHOUT_IT:
             taken[name] = WITHOUT_IT[name]
     taken |= {name: getattr(saved, name) for name in further if hasattr(saved, name)}
-    for name in taken.keys() & _LISTS:  # Megatron-LM stores one value as it is
+    for name in taken.keys() & _LISTS:  # Megatron-LM stores a single value without its list
         taken[name] = taken[name] if isinstance(taken[name], list) else [taken[name]]
     own, pattern = getattr(args, "hybrid_layer_pattern", None), _undivided(taken["hybrid_layer_pattern"])
-    taken["hybrid_layer_pattern"] = own if own and _undivided(own) == pattern else pattern  # stages may divide it anew
+    taken["hybrid_layer_pattern"] = own if own and _undivided(own) == pattern else pattern  # stages may differ
     if pattern:
-        taken["num_layers"] = len(pattern)  # as Megatron-LM counts them, whoever saved the checkpoint
+        taken["num_layers"] = len(pattern)  # Megatron-LM's count, whichever program saved the checkpoint
     return Arguments(**{**vars(args), **taken})
 
 

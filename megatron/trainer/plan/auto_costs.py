@@ -1,5 +1,4 @@
-"""Where the costs of the program of `--pipeline-schedule auto` come from: a profile, the timeline of a run, or the
-job itself."""
+"""The costs for the program of `--pipeline-schedule auto`: from a profile, a run's timeline, or the job itself."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -21,13 +20,14 @@ class CostsOf(Protocol):
     """The costs of a job."""
 
     def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
-        """Return the costs of a job with as many layers on its stages. Raises ValueError if they do not fit the job."""
+        """Return the costs of a job with `layers` layers on its stages. Raises ValueError if they do not fit the
+        job."""
 
     def of_moves(self, config: TrainConfig, ways: Collection[str], sizes: Sequence[float]) -> dict[str, list[float]]:
         """Return the seconds of moves of saved activations, by the names of `Costs`.
 
         Args:
-            ways: `host`, `pair`: where they may go.
+            ways: the places to which activations may move: `host`, `pair`.
             sizes: bytes of a microbatch at each stage.
 
         Raises:
@@ -47,7 +47,7 @@ def numbers(values: Sequence[int]) -> str:
 
 
 class Assumed:
-    """The costs of a job before any measurement: a layer takes as long as any other, and nothing else takes time."""
+    """The costs of a job before any measurement: all layers take the same time, and nothing else takes time."""
 
     with_vocabulary = staticmethod(_with_assumed_vocabulary)
 
@@ -64,7 +64,7 @@ class MeasuredHere:
 
     Attributes:
         costs: the costs of computations and transfers.
-        to_host, from_host: seconds to copy a byte.
+        to_host, from_host: seconds to copy one byte.
     """
 
     costs: Costs
@@ -90,7 +90,7 @@ class MeasuredHere:
 
 @dataclass(frozen=True)
 class _Measured:
-    """The costs of a run's timeline."""
+    """The costs from a run's timeline."""
 
     path: str
     timeline: Timeline
@@ -116,7 +116,7 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _Profiled:
-    """The costs of a profile's blocks."""
+    """The costs from a profile's blocks."""
 
     path: str
     profile: Profile
@@ -143,7 +143,7 @@ class _Profiled:
 
 
 def costs_of_file(path: str, *, moves: str = "none") -> CostsOf:
-    """Return what reads the costs from a file of either kind. Raises ValueError, also where it has none of `moves`."""
+    """The costs in a profile or a timeline. Raises ValueError for an invalid file, or one without times of `moves`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""What checked flags mean to the planner and to a search, and the run's programs, proved.
+"""Conversion of checked flags to the planner's records, and a proof of the run's programs.
 
-`PricedFlags` are flags that a search prices although the trainer refuses them: ranks that share sequences or experts.
+`PricedFlags` are flags that a search prices although training may refuse them: context parallelism and experts.
 This module imports no torch, so that a search starts at once.
 """
 
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
 
 DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-"""The destinations of the flags that split experts: a search takes them for its configurations."""
+"""The destinations of the flags that shard experts; a search puts them into its configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedFlags:
-    """Flags that a user gave, and what they ask for.
+    """The user's settings for context parallelism and experts, which a search prices.
 
     Attributes:
         context, expert, expert_tensor: degrees, as a configuration has them.
@@ -69,10 +69,10 @@ class PricedFlags:
 
 
 def read_priced(given: Arguments, flags: Sequence[Flag], *, has_experts: bool) -> PricedFlags:
-    """Read the priced flags among the parsed ones. `has_experts`: the model has experts.
+    """Read the priced flags among the parsed flags. `has_experts`: whether the model has experts.
 
     Raises:
-        ValueError: a value is invalid or has no price, or there are flags of experts without experts.
+        ValueError: a value is invalid or has no price, or the model has no experts for a flag about experts.
     """
     names = {flag.dest: flag.name for flag in flags}
     values = {name: getattr(given, name) for name in names}
@@ -114,7 +114,7 @@ _FP32, _HALF = 4, 2
 
 
 def activation_setting(args: TrainConfig) -> ActivationSetting:
-    """How the run keeps activations; `args.transformer_impl` is resolved."""
+    """The memory-relevant settings of the run's activations; `args.transformer_impl` must be resolved."""
     element = _HALF if args.fp16 or args.bf16 else _FP32
     return ActivationSetting(
         tensor=args.tensor_model_parallel_size,
@@ -139,12 +139,12 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
 
 
 def gathers_keys(args: TrainConfig | Arguments) -> bool:
-    """Whether ranks that share sequences gather keys and values."""
+    """Whether context parallel ranks gather keys and values."""
     return args.cp_comm_type[0] == GATHER
 
 
 def expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
-    """How ranks share out experts; None: they do not."""
+    """The degrees of expert parallelism; None without it."""
     if args.num_experts is None or args.expert_model_parallel_size == 1:
         return None
     return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=expert_tensor_size(args))
@@ -180,7 +180,7 @@ def _muon(args: TrainConfig) -> MuonSetting:
 
 
 def uses_nccl(args: TrainConfig) -> bool:
-    """Whether the run communicates over NCCL where it has CUDA."""
+    """Whether the run communicates over NCCL if it has CUDA."""
     return args.distributed_backend != "gloo"
 
 
@@ -188,12 +188,14 @@ WITHOUT_ENGINE = {
     "apply_rope_fusion": False, "moe_permute_fusion": False, "moe_router_fusion": False, "fp8": None,
     "moe_router_padding_for_quantization": False,
 }  # fmt: skip
-"""Flags for which megatron.core looks for a fused kernel when it is configured, and the cluster's is not here. No shape
-depends on them."""
+"""Flags for which megatron.core's configuration requires a fused kernel that this machine may lack, with neutral
+values.
+
+No shape depends on them."""
 
 
 def layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
-    """How many layers each stage has, as megatron.core splits them."""
+    """The number of layers of each stage, as megatron.core splits them."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -212,17 +214,17 @@ def _recompute(args: TrainConfig) -> Recompute:
     if args.recompute_granularity == "full":
         return Recompute(method=args.recompute_method, num_layers=args.recompute_num_layers)
     modules = frozenset(args.recompute_modules or ()) if args.recompute_granularity == "selective" else frozenset()
-    asks = args.pipeline_recompute and args.made_program is None  # of a program that was made, some stages may
+    asks = args.pipeline_recompute and args.made_program is None  # a program that was made recomputes only some stages
     return Recompute(modules=modules, whole_stage=asks or choice_of(args).recompute)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSoftware(Software):
-    """The software of a run by its flags, whatever the degrees.
+    """The software of a run, from its flags, for any parallel degrees.
 
     Attributes:
         setting, state: the same for all configurations of the run.
-        with_halves: the software with the layers that split backwards need; None: the same layers.
+        with_halves: the software with the layers that split backwards need; None: the layers are the same.
     """
 
     setting: ActivationSetting
@@ -253,7 +255,7 @@ class RunSoftware(Software):
 
 
 def software(args: TrainConfig) -> RunSoftware:
-    """The software that trains; `args` are resolved for their platform."""
+    """The software that trains; `args` must be resolved for their platform."""
     setting, state = activation_setting(args), training_state(args)
     return RunSoftware(
         setting=setting,
@@ -271,9 +273,9 @@ def software(args: TrainConfig) -> RunSoftware:
 
 
 def configuration_of(args: TrainConfig, layers: Sequence[int] | None, **choices: Any) -> Configuration:
-    """The run's degrees, batches and schedule, as a search has them. `choices`: further values of the configuration.
+    """The run's degrees, batches and schedule as a configuration of a search. `choices`: further values.
 
-    Precondition: ranks have equal numbers of stages.
+    Ranks must have equal numbers of stages.
     """
     schedule = args.schedule
     values = {
@@ -286,13 +288,13 @@ def configuration_of(args: TrainConfig, layers: Sequence[int] | None, **choices:
 
 
 def costs_by_arithmetic(args: TrainConfig, configuration: Configuration) -> Costs:
-    """The costs of a configuration on GPUs of --dry-run-gpu, as if all were in one node."""
+    """The costs of a configuration on GPUs of the kind --dry-run-gpu, as if all were in one node."""
     cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
     return FirstPrinciples(architecture(args), cluster, software(args)).costs(configuration, configuration.layers)
 
 
 def hosting_of(args: TrainConfig) -> Hosting | None:
-    """How weights live on the host; None where they live on the device."""
+    """How the host keeps weights; None: the device keeps them."""
     residency = args.schedule.residency
     if residency is None:
         return None
@@ -300,15 +302,17 @@ def hosting_of(args: TrainConfig) -> Hosting | None:
     return Hosting(stages=residency.stages, stash=residency.stash, num_microbatches=most)
 
 
-# --- the programs of a run, proved before it begins -------------------------------------------------------------------
+# --- the programs of a run, proved before it starts -------------------------------------------------------------------
 
 
 def prove(args: TrainConfig) -> tuple[CheckReport, Demand]:
-    """Build and prove what the run would execute; returns the report of its largest batches, and the largest demand of
-    any batch.
+    """Build and prove the programs that the run would execute.
 
-    The runtime executes segments of a stream, whose programs are proved as they are built: here every batch size of the
-    run, from each to the next, and the evaluation. The largest size is proved for any number of batches besides.
+    Returns the report on its largest batches, and the largest demand of any batch.
+
+    The runtime executes segments of a stream, whose programs are proved as they are built. Here the stream has every
+    batch size of the run in turn, and the evaluation. The first and the largest size are also proved for any number of
+    batches.
 
     Raises ProgramError, ValueError.
     """

@@ -1,10 +1,11 @@
-"""A pool of processes that measure, and their tasks: they become ranks of a job, build its parts, and measure.
+"""A pool of processes that measure, and their tasks: the processes become ranks of a job, build parts, and time them.
 
-Problem: a stage is measured in a job of its tensor ranks. If processes share a processor, several such jobs have to
-work at the same time. Starting processes for each measurement would take longer than the measurement.
+Problem: a stage is measured in a job of its tensor parallel ranks. If processes share a processor, several such jobs
+have to work at the same time, as in training. Starting processes for each measurement would take longer than the
+measurement.
 
 Solution: the processes are started once, and several of them can work on a task at the same time. A task has a number
-of jobs and a number of ranks of each job. Each process becomes a rank of its job, builds its part, and reports that it
+of jobs and a number of ranks in each job. Each process becomes a rank of its job, builds its part, and reports that it
 is ready; when all are ready, all begin. A process that fails or dies ends the pool.
 """
 
@@ -41,19 +42,19 @@ from megatron.trainer.plan.command import SEARCHED
 if TYPE_CHECKING:
     from megatron.trainer.start_up.run import TrainingProgram
 
-_START_TIMEOUT = 300.0  # importing torch on a busy machine
+_START_TIMEOUT = 300.0  # seconds; torch's import takes long on a busy machine
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|bad_alloc")
 
 
 class MeasuringError(ValueError):
-    """The error for a task that failed; the text names the process and the reason."""
+    """The error for a task that failed; its text names the process and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringTask:
     """A task that `num_jobs` jobs of `num_ranks` ranks each run at the same time.
 
-    `run` is called in each process with `store`, `start` and the arguments; it must call `start` once it is ready.
+    `run` is called in each process with `store`, `start` and the arguments; it must call `start` when it is ready.
     """
 
     num_ranks: int
@@ -159,7 +160,7 @@ class Pool:
 
 
 def _environment(values: dict[str, str]) -> ExitStack:
-    """Set environment variables within a block, for processes started in it; its end restores the old values."""
+    """Set environment variables within a block, for processes started in it; restore the old values at its end."""
     stack = ExitStack()
     for name, value in values.items():
         before = os.environ.get(name)
@@ -172,10 +173,10 @@ def _environment(values: dict[str, str]) -> ExitStack:
 
 
 def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
-    """The main function of a process of the pool: it runs tasks until the parent ends it, or a task fails."""
+    """The main function of a process in the pool: it runs tasks until the parent ends it or a task fails."""
     from megatron import backend
 
-    multiprocessing.current_process().daemon = False  # daemons cannot have child processes, and loaders do
+    multiprocessing.current_process().daemon = False  # data loaders start child processes, which daemons cannot have
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent ends them
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     backend.install()
@@ -233,9 +234,9 @@ def _do(task: MeasuringTask, rank: int, store_path: str, connection: Connection)
 
 
 def working_counts(num_ranks: int, processes: int, *, shares_processor: bool) -> Sequence[int]:
-    """The numbers of processes to measure with: those of one job, two jobs, four jobs, ..., up to all processes.
+    """The numbers of processes to measure with: the ranks of one job, two jobs, four jobs, ..., up to all processes.
 
-    If each process has its own device, only the largest number, as in training.
+    If each process has its own device, only the largest number is used, as in training.
     """
     most = processes // num_ranks * num_ranks
     if not shares_processor:
@@ -251,7 +252,7 @@ def working_counts(num_ranks: int, processes: int, *, shares_processor: bool) ->
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The plan to time one stage. `argv`: flags of the model; see `plan.command.model_argv`."""
+    """A plan to time one stage. `argv`: flags of the model; see `plan.command.model_argv`."""
 
     architecture: str
     argv: tuple[str, ...]
@@ -284,7 +285,7 @@ class StagePlan:
         """Build and time the stage; called on each rank.
 
         Returns the samples, the number of the rank's parameters, and the bytes that a microbatch keeps between the
-        halves of its backward (0 for layers of Transformer Engine, whose backwards are not split).
+        halves of a split backward (0 for Transformer Engine's layers, whose backwards are timed whole).
         """
         from megatron.trainer.profile.measurements import build_lone_stage, time_stage
 
@@ -310,7 +311,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """The plan to time transfers between two ranks, or all-reduces over several. `sizes`: numbers of bytes."""
+    """A plan to time transfers between two ranks, or all-reduces over several. `sizes`: numbers of bytes."""
 
     sizes: tuple[int, ...]
     num_iterations: int
@@ -342,9 +343,10 @@ class TransferPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """The plan to time copies between host and device, and the host's optimizer.
+    """A plan to time copies between host and device, and the host's optimizer.
 
-    `sizes`: numbers of bytes to copy. `model`, `dtype`: model of the layer that is updated, and dtype of its weights.
+    `sizes`: numbers of bytes to copy. `model`: the model of the layer that is updated. `dtype`: the dtype of its
+    weights.
     """
 
     sizes: tuple[int, ...]

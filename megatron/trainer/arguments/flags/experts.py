@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from megatron.trainer.arguments.flags.specification import Group, Role, option, switch
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-"""The kinds of load balancing that are trained."""
+"""The kinds of load balancing that training supports."""
 
 
 def has_experts(pattern: int | list[int], num_layers: int) -> list[bool]:
-    """Whether each layer has experts, by the value of `--moe-layer-freq`."""
+    """Whether each layer has experts, for a value of `--moe-layer-freq`."""
     if isinstance(pattern, int):
         return [layer % pattern == 0 for layer in range(num_layers)]
     return [bool(each) for each in pattern]
 
 
 def pattern_of_layers(text: str, flag: str) -> int | list[int]:
-    """What `--moe-layer-freq` and `--window-attn-skip-freq` say: a number, or a list of 1 and 0 as `([0]*1+[1]*3)*2`.
+    """Parse `--moe-layer-freq` or `--window-attn-skip-freq`: a number, or a list of 1 and 0 as `([0]*1+[1]*3)*2`.
 
     Raises ValueError that names the flag.
     """
@@ -36,7 +36,7 @@ _MOST_LAYERS = 10_000
 
 
 def _evaluated(node: ast.AST) -> int | list:
-    """The value of an expression of numbers, lists, sums of lists and lists times numbers."""
+    """Evaluate an expression of integers, lists, sums of lists, and lists times integers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
