@@ -1,8 +1,8 @@
 """AutoCache: a run's cache of the outputs of its frozen layers (PipeTransformer, section 3.4).
 
-The rank with the frozen layers looks up each sample of a microbatch; if all are cached, they are the stage's output. If
-a sample is missing, the whole microbatch is computed, as without a cache, so that the result has the same bits. If more
-layers have frozen since, it is computed from the cached outputs of the previous depth.
+The rank with the frozen layers looks up each sample of a microbatch. If all are cached, the cached outputs are the
+stage's output. If a sample is missing, the whole microbatch is computed, as without a cache, so that the result has the
+same bits. If more layers have frozen since, it is computed from the cached outputs of the previous depth.
 """
 
 import errno
@@ -39,13 +39,13 @@ _ABOUT_STAGES = ("pipeline", "timers", "microbatch")
 
 
 class PrefixCache:
-    """The activation cache of one rank for the whole run: the `OutputCache` of its first stage while that is frozen.
+    """The activation cache of one rank for the whole run; its first stage's `OutputCache` while that stage is frozen.
 
     Args:
-        dataset: the training data, which identify their samples; None if this rank reads no data.
+        dataset: the training data, with sample ids; None if this rank reads no data.
 
     Raises:
-        ValueError: if the dataset does not promise that samples repeat, or has no sample ids.
+        ValueError: the dataset does not promise that samples repeat, or has no sample ids.
     """
 
     def __init__(self, args: TrainConfig, dataset: object | None) -> None:
@@ -57,13 +57,13 @@ class PrefixCache:
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
         self._told: Counter[str] = Counter()
-        self._unread = 0  # samples to read until each sample has been read at this depth
-        self._depth = 0  # depth of the cached outputs; known on all ranks, since any may get the first stage
+        self._unread = 0  # samples to read until each sample has been read at the current depth
+        self._depth = 0  # depth of the cached outputs; known on all ranks, since any rank may get the first stage
 
     def serve(self, args: TrainConfig, stages: list[MegatronStage]) -> None:
-        """Attach the cache to the rank's stages: the first stage reads and writes it if the arrangement is cached.
+        """Attach the cache to the rank's stages; the first stage uses it if it is frozen and the arrangement is cached.
 
-        `args`: the configuration of the run in that arrangement.
+        `args`: the configuration of the run in the current arrangement.
         """
         self._args, arrangement, first = args, args.arrangement, stages[0]
         before, self._depth = self._depth, arrangement.num_frozen if arrangement.cached else 0
@@ -80,7 +80,7 @@ class PrefixCache:
                 )
             elif self._cache.generation != generation:
                 self._cache.deepen(generation)
-            self._unread = 2 * num_samples(self._args, "train")  # two epochs have a whole one, wherever they start
+            self._unread = 2 * num_samples(self._args, "train")  # contains a whole epoch, wherever it starts
         except (OSError, ValueError) as error:
             logger.warning("--activation-cache: rank %d goes on without: %s", self._args.rank, error)
             self.close()
@@ -104,15 +104,16 @@ class PrefixCache:
         )
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The cached output, as `OutputCache.read`.
+        """The cached output of a microbatch, as `OutputCache.read` returns it.
 
-        If one tensor rank lacks a part of the microbatch, all tensor ranks compute it, since they compute together.
+        If one tensor rank lacks a part of the microbatch, all tensor ranks compute the microbatch, since they compute
+        together.
         """
         self._forget_older(self._args.micro_batch_size * self._args.data_parallel_size)
         return self._joined([None] if self._cache is None else self._cache.get(_numbers(batch)))
 
     def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
-        """The cached output of the previous depth, as `OutputCache.read_older`.
+        """The cached output of the previous depth, as `OutputCache.read_older` returns it.
 
         None with FP32 residual connections: between two layers the residual is wider than between two stages.
         """
@@ -121,7 +122,7 @@ class PrefixCache:
         return None if hidden is None else (hidden, older.depth)
 
     def _joined(self, found: list[Tensor | None]) -> Tensor | None:
-        """The samples as a microbatch on the device, or None unless all tensor ranks have all its samples."""
+        """The samples as a microbatch on the device; None unless all tensor ranks have all its samples."""
         has_all = all(each is not None for each in found)
         if self._args.tensor_model_parallel_size > 1:
             have_all = torch.tensor([int(has_all)], device=backend.device())
@@ -131,18 +132,19 @@ class PrefixCache:
         return torch.stack(found, dim=1).to(backend.device(), non_blocking=True) if has_all else None
 
     def _forget_older(self, num_read: int) -> None:
-        """Drop the outputs of the previous depth once each sample has been read at the present one."""
+        """Drop the outputs of the previous depth once each sample has been read at the current depth."""
         if self._unread > 0 >= self._unread - num_read and self._cache is not None:
             self._cache.forget_older()
         self._unread -= num_read
 
     def write(self, batch: dict[str, Tensor], output: Tensor) -> None:
-        """Cache the output of a microbatch, as `OutputCache.write`."""
+        """Cache the output of a microbatch, as `OutputCache.write` describes."""
         if self._cache is not None:
             self._cache.put(_numbers(batch), output.unbind(dim=1))
 
     def read_ahead(self, data: Iterator) -> None:
-        """Begin to read the microbatch that `data` yields next, as `OutputCache.read_ahead`."""
+        """Start to read the outputs of the microbatch that `data` yields next, as `OutputCache.read_ahead`
+        describes."""
         if self._dataset is None or self._cache is None:
             return
         size = self._args.micro_batch_size
@@ -151,7 +153,7 @@ class PrefixCache:
             self._cache.prefetch([self._dataset.sample_id(index) for index in range(begin, begin + size)])
 
     def seconds(self) -> tuple[float, float] | None:
-        """The seconds of reading and of writing a sample on the slowest rank; None if no rank has measured both.
+        """The seconds to read and to write a sample on the slowest rank; None if no rank has measured both.
 
         Collective: every rank must call it.
         """
@@ -164,7 +166,7 @@ class PrefixCache:
         return max(read for read, _ in known), max(write for _, write in known)
 
     def describe(self) -> str:
-        """A line with the counts of all ranks since the last call; "" if no rank has a cache.
+        """A line with the counts of all ranks since the last call; empty if no rank has a cache.
 
         Collective: every rank must call it.
         """
@@ -205,12 +207,12 @@ def require_cache(args: TrainConfig) -> None:
 
 
 def missing_cache(args: TrainConfig) -> list[str]:
-    """A note if the folder of --activation-cache does not exist on this machine; makes no file.
+    """A note if the folder of --activation-cache does not exist on this machine; creates no file that stays.
 
-    Raises ValueError, as `require_cache`, for a folder that would be refused on any machine.
+    Raises ValueError, as `require_cache` does, for a folder that would be refused on any machine.
     """
     if _limit(args) < FEWEST_BYTES:
-        require_cache(args)  # refuses the size before it looks at the folder
+        require_cache(args)  # refuses the size before it checks the folder
     folder = Path(args.activation_cache).absolute()
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
@@ -229,7 +231,7 @@ def missing_cache(args: TrainConfig) -> list[str]:
 
 
 def digest_of_config(args: TrainConfig) -> str:
-    """A digest of megatron.core's configuration of the model, without the fields about its cut into stages."""
+    """A digest of megatron.core's configuration of the model, without the fields about the split into stages."""
     said = {}
     for each in fields(model_config(args)):
         value = getattr(model_config(args), each.name)

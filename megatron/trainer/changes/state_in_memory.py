@@ -1,18 +1,18 @@
-"""The move of a run's state between ranks without a file, by the code that saves and loads checkpoints.
+"""The move of a run's state between ranks without a file, through the code that saves and loads checkpoints.
 
     state = hold_run(parts, iteration=...)              # under the old degrees: each rank's state, without copies
     ...                                                 # new groups, chunks, optimizer, update
     moved = hand_over(state, new_parts, iteration=...)  # under the new degrees: the new parts have the old state
 
-    hand_to_new(parts, iteration=..., is_new=...)       # the ranks that are new have the state of the others
-    hand_between(before, after, iteration=...)          # `after` of some ranks has the state of `before` of others
+        hand_to_new(parts, iteration=..., is_new=...)       # the new ranks have the state of the others
+        hand_between(before, after, iteration=...)          # the parts `after` have the state of the parts `before`
 
 The old state is never written to, so if the move fails, a run that still holds it can continue with it. Besides the old
 and the new state, each rank needs memory for two messages with small or scattered parts (at most 64 MiB each), and for
 a second copy of older weight versions until they are restored.
 
 The state goes through the job's control group, on the host, from the calling thread. A checkpoint that is written in
-the background uses this group, too, and must be finished before.
+the background also uses this group and must be finished first.
 """
 
 import pickle
@@ -53,7 +53,7 @@ PIECE_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Moved:
-    """The bytes and the time of a move of state on this rank. `bytes_kept`: bytes that stayed on the rank."""
+    """The bytes and the seconds of a move of state on this rank. `bytes_kept`: bytes that stayed on the rank."""
 
     bytes_sent: int
     bytes_received: int
@@ -68,7 +68,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class _HeldState:
-    """The description of one rank's state, which is sent to all ranks."""
+    """A description of one rank's state, which is sent to all ranks."""
 
     parts: list[TensorPart]
     kinds: dict[str, tuple[Shape, str]]  # key of a tensor -> whole shape and dtype
@@ -85,7 +85,7 @@ def hold_run(parts: RunParts, *, iteration: int) -> ShardedStateDict:
         parts, memory_metadata(), iteration=iteration, random_state=own_random_state(), with_optimizer=False
     )
     model = {entry: value for entry, value in state.items() if entry.startswith("model")}
-    metadata = {"distrib_optim_sharding_type": ELEMENT_RANGES}  # the store finds the common state
+    metadata = {"distrib_optim_sharding_type": ELEMENT_RANGES}  # without the common state, which the store collects
     state["optimizer"] = optimizer_state(parts.optimizer, model, metadata, is_loading=False)
     state["opt_param_scheduler"] = parts.scheduler.state_dict()
     return state
@@ -115,7 +115,7 @@ def hand_over(
 
 
 def hand_to_new(parts: RunParts, *, iteration: int, is_new: bool, piece_bytes: int = PIECE_BYTES) -> Moved:
-    """As `hand_between`, from the ranks that have a state to those that are new."""
+    """Load the state of the ranks that have one into the parts of the new ranks, as `hand_between` does."""
     held, wanting = (None, parts) if is_new else (parts, None)
     return hand_between(held, wanting, iteration=iteration, piece_bytes=piece_bytes)
 
@@ -123,13 +123,13 @@ def hand_to_new(parts: RunParts, *, iteration: int, is_new: bool, piece_bytes: i
 def hand_between(
     before: RunParts | None, after: RunParts | None, *, iteration: int, piece_bytes: int = PIECE_BYTES
 ) -> Moved:
-    """Load the state of all ranks' `before` into their `after`. Random generators stay as they are.
+    """Load the state of all ranks' `before` into their `after`. Random generators are not changed.
 
     Collective: every rank must call it. Raises CheckpointError on every rank as `hand_over` does.
 
     Args:
-        before: what this rank has of a run that is drained after `iteration` batches; None: nothing.
-        after: what this rank has built anew; None: nothing.
+        before: this rank's parts of a run that is drained after `iteration` batches; None: it has none.
+        after: the newly built parts of this rank; None: it has none.
     """
     start = time.perf_counter()
     store = MemoryStore({} if before is None else hold_run(before, iteration=iteration), piece_bytes=piece_bytes)
@@ -151,8 +151,8 @@ class MemoryStore:
 
     Args:
         state: this rank's state, as for a checkpoint; the store keeps references to its tensors.
-        piece_bytes: largest number of bytes of a message; the same on all ranks.
-        anew: do not load the tensors that a reset of the optimizer's state leaves out.
+        piece_bytes: largest number of bytes in a message; the same on all ranks.
+        anew: do not load the tensors that a reset of the optimizer's state does not take from the store.
     """
 
     def __init__(self, state: ShardedStateDict, *, piece_bytes: int = PIECE_BYTES, anew: bool = False) -> None:
@@ -180,13 +180,13 @@ class MemoryStore:
             _complete(self.common, each.common)
 
     def holds(self, sharded: ShardedObject | ShardedTensor) -> bool:
-        """Whether some rank has the key of a tensor, or the shard of an object."""
+        """Whether a rank has the key of a tensor, or the shard of an object."""
         if isinstance(sharded, ShardedObject):
             return any(sharded.unique_key in each.objects for each in self._held)
         return self.holds_key(sharded.key)
 
     def holds_key(self, key: str) -> bool:
-        """Whether some rank has a tensor with the key `key`."""
+        """Whether a rank has a tensor with the key `key`."""
         return key in self._kinds
 
     def holds_prefix(self, prefix: str) -> bool:
@@ -196,9 +196,9 @@ class MemoryStore:
     def load(self, state: ShardedStateDict) -> dict:
         """Load the entries that `state` requests, into its tensors, and the common entries.
 
-        Collective: every rank must call it. Raises CheckpointError on every rank if no rank holds a tensor completely,
-        with the same shape and dtype, or if a message was damaged. The held state is unchanged; the requested tensors
-        may be filled partly.
+        Collective: every rank must call it. Raises CheckpointError on every rank if the ranks do not hold a requested
+        tensor completely, with the same shape and dtype, or if a message was damaged. The held state is unchanged; the
+        requested tensors may be partly filled.
         """
         start = time.perf_counter()
         state, _ = extract_matching_values(state, lambda value: not is_extra_state(value) or self.holds(value))
@@ -270,7 +270,8 @@ class MemoryStore:
         return received
 
     def _part_of_object(self, key: str, target: int) -> TensorPart:
-        """The part of the rank from which `target` takes an object: itself, or the first replica."""
+        """The part of the rank from which `target` takes an object: `target` itself if it holds it, or the first
+        replica."""
         holders = [(number != target, *each.objects[key], number) for number, each in enumerate(self._held)
                    if key in each.objects]  # fmt: skip
         *_, size, holder = min(holders)
@@ -297,7 +298,7 @@ def _replica(sharded: ShardedObject) -> tuple[int, ...]:
 
 
 def _part(key: str, holder: int, num_bytes: int) -> TensorPart:
-    """A pickled object of one rank. The rank is part of the key, since replicas may differ in bytes."""
+    """A pickled object of one rank as a part. The rank is in the key, since the bytes of replicas may differ."""
     return TensorPart(f"{key} of rank {holder}", Box((0,), (num_bytes,)), 1)
 
 
@@ -324,7 +325,8 @@ def _with_own_containers(value: object) -> object:
 
 
 def _joined(state: object, more: object) -> object:
-    """The union of two nested values of dicts and lists. An empty list of a rank without parameters is replaced."""
+    """The union of two nested values of dicts and lists. An empty list, as of a rank without parameters, is
+    replaced."""
     if isinstance(state, dict) and isinstance(more, dict):
         return state | {key: _joined(state[key], value) if key in state else value for key, value in more.items()}
     if isinstance(state, list) and isinstance(more, (list, dict)):
@@ -338,7 +340,7 @@ def _joined(state: object, more: object) -> object:
 
 
 def _filled_in_place(value: object) -> object:
-    """The value itself, or a factory without its merge, if its parts are views that are filled in place."""
+    """The value itself; a factory loses its merge if its parts are views of its tensor, which are filled in place."""
     if not isinstance(value, ShardedTensorFactory):
         return value
     whole = value.data.detach()
@@ -347,7 +349,7 @@ def _filled_in_place(value: object) -> object:
 
 
 def _complete(state: dict, other: dict) -> None:
-    """Add the entries that only `other` has to `state`. For example, a rank without parameters has no step counter."""
+    """Add to `state` the entries that only `other` has. For example, a rank without parameters has no step counter."""
     for key, value in other.items():
         if key not in state:
             state[key] = value

@@ -1,22 +1,22 @@
 """The ownership of a `--save` directory: the mark of the job that may write into it, and the job's heartbeat.
 
-Problem: a requeued job may start while the previous job still runs. Two jobs that write into one directory remove and
-mix each other's files.
+Problem: a requeued job may start while the previous job still runs. Two jobs that write into one directory delete and
+mix up each other's files.
 
 Solution: rank 0 of a job makes a mark in the directory, the file `.owner_N`, which names the job. The mark with the
 highest N is valid. A job that finds the mark of a live owner is refused. A job that finds the mark of a dead owner
 makes the mark N + 1, which the file system allows only one job, and then removes the older mark. Every save first
 checks that the job's mark is valid.
 
-An owner on this machine (same boot, same namespace of process ids) is alive if a process with its id and its start time
-exists. For any other owner only the file tells: its owner changes the file every `PERIOD` seconds, and if the file
-stays unchanged for `PATIENCE` seconds on the watcher's own clock, the owner is dead. Clocks of different hosts are
-never compared.
+An owner on this machine (same boot, same namespace of process ids) is alive if a process with its id and start time
+exists. For an owner elsewhere only the file tells: the owner changes the file every `PERIOD` seconds. If the file stays
+unchanged for `PATIENCE` seconds on the watcher's own clock, the owner is dead. Clocks of different hosts are never
+compared.
 
-A process beside the job (`Heartbeat`) changes the file. A thread of the job cannot do so: megatron.core's C++ holds
-Python's lock while it builds the index of samples, which takes most of a minute for a large data set, and no other
-thread runs then. The process ends together with the job in any case, since its input closes and its parent changes. It
-writes only into an existing mark that begins with the job's own text.
+A process beside the job (`Heartbeat`) changes the file. A thread of the job cannot: megatron.core's C++ holds Python's
+global lock while it builds the index of samples, which takes most of a minute for a large data set, and no other thread
+runs then. The process always ends with the job, since its input closes and its parent changes. It writes only into an
+existing mark that begins with the job's own text.
 """
 
 import atexit
@@ -38,7 +38,7 @@ from pathlib import Path
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 
 DIGITS = 12
-"""Width of the count in digits. The count is overwritten in place, so a reader always finds a complete mark."""
+"""The width of the count in digits. The count is overwritten in place, so a reader always finds a complete mark."""
 _CODE = """
 import os, select, sys
 path, begins, digits, period, parent = sys.argv[1:]
@@ -101,7 +101,7 @@ class Heartbeat:
         if self._child is not None:
             with suppress(OSError):
                 self._child.stdin.close()
-                self._child.terminate()  # a fork of the job may still hold the process's input open
+                self._child.terminate()  # a fork of the job may keep the process's input open
 
     def _attend(self) -> None:
         while self._child is not None:
@@ -121,9 +121,9 @@ class Heartbeat:
 PERIOD = 10.0
 """Seconds between two changes of a mark's count."""
 PATIENCE = 45.0
-"""Seconds without a change after which the owner of a mark is considered dead."""
+"""Seconds without a change after which the owner of a mark counts as dead."""
 BETWEEN_LOOKS = 1.0
-"""Seconds until the mark of another job is read again; a job that loses the race soon removes its mark."""
+"""Seconds before the mark of another job is read again; a job that loses the race soon removes its mark."""
 _NAME = re.compile(r"\.owner_(\d+)")
 _COUNT = "beat"
 _held: list["OwnerMark"] = []
@@ -135,7 +135,7 @@ class Owner:
 
     Attributes:
         process, started: process id, and start time in the machine's ticks.
-        machine: the identity of the machine on which `process` and `started` are valid; None if it is unknown.
+        machine: the identity of the machine to which `process` and `started` refer; None if unknown.
     """
 
     host: str
@@ -158,7 +158,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether the process can be looked up on this machine."""
+        """Whether this machine can look up the process."""
         return self.machine is not None and self.machine == _machine()
 
     @property
@@ -172,11 +172,11 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Sight:
-    """A mark as it was read.
+    """A mark, as it was read.
 
     Attributes:
         owner: None if the mark is empty or unreadable.
-        beat: a value that changes while the owner is alive.
+        beat: a value that changes as long as the owner is alive.
     """
 
     number: int
@@ -191,14 +191,14 @@ class OwnerMark:
         self.root = Path(root)
         self._number: int | None = None
         self._owner = Owner.this_process()
-        self._watched: tuple[_Sight, float] | None = None  # mark of an owner elsewhere, and when it was first read
+        self._watched: tuple[_Sight, float] | None = None  # the mark of an owner elsewhere, and when it was first read
         self._heartbeat: Heartbeat | None = None
 
     def try_to_take(self) -> bool:
         """Try to take the directory. Returns False if the owner may still be alive; call it again in a second.
 
         Raises:
-            CheckpointError: if the directory belongs to a live job, or no mark can be made, with the remedy.
+            CheckpointError: the directory belongs to a live job, or no mark can be made; the text names the remedy.
         """
         try:
             return self._try_to_take()
@@ -227,7 +227,7 @@ class OwnerMark:
         try:
             others = [mark for mark in self._marks() if mark.number != number]
             if any((mark.number, mark.owner) not in judged for mark in others):
-                self._path(number).unlink(missing_ok=True)  # a new mark, whose owner may be alive
+                self._path(number).unlink(missing_ok=True)  # a new mark whose owner may be alive
                 return False
             for mark in others:
                 self._path(mark.number).unlink(missing_ok=True)
@@ -245,7 +245,7 @@ class OwnerMark:
         """Check that this process still owns the directory; if its mark was removed, make a new one.
 
         Raises:
-            CheckpointError: if another job has taken the directory, because it considered this job dead.
+            CheckpointError: another job has taken the directory, because it considered this job dead.
         """
         for pause in (BETWEEN_LOOKS, BETWEEN_LOOKS, 0.0):
             marks = self._marks()
@@ -255,7 +255,7 @@ class OwnerMark:
                 logger.warning("--save %s: somebody removed the mark of this job, %s; it has made another and goes on",
                                self.root, ".owner_N")  # fmt: skip
                 return
-            time.sleep(pause)  # a job that lost the race removes its own mark soon
+            time.sleep(pause)  # a job that loses the race soon removes its mark
         other = marks[-1].owner if marks else None
         raise CheckpointError(
             f"another job ({other or 'which does not say its name'}) has taken the directory over, as this one gave no "
@@ -278,7 +278,8 @@ class OwnerMark:
     # -- judging ------------------------------------------------------------------------------------------------------
 
     def _is_dead(self, mark: _Sight) -> bool:
-        """Whether a mark's owner is dead; False if it is not known yet. Raises CheckpointError if it is alive."""
+        """Whether a mark's owner is dead; False if that is not known yet. Raises CheckpointError if the owner is
+        alive."""
         owner = mark.owner
         if owner is not None and owner.is_here:
             if owner.is_running:
@@ -313,13 +314,13 @@ class OwnerMark:
         return [mark for mark in map(self._see, numbers) if mark is not None]
 
     def _see(self, number: int) -> _Sight | None:
-        """Read a mark; None if it does not exist. Opening the file anew makes a network file system ask its server."""
+        """Read a mark; None if it does not exist. A newly opened file makes a network file system ask its server."""
         path = self._path(number)
         try:
             try:
                 with open(path, encoding="utf-8") as stream:
                     touched, text = os.fstat(stream.fileno()).st_mtime_ns, stream.read()
-            except PermissionError:  # the mark of another user
+            except PermissionError:  # another user's mark
                 touched, text = path.stat().st_mtime_ns, ""
         except FileNotFoundError:
             return None
@@ -331,11 +332,11 @@ class OwnerMark:
             return _Sight(number, None, (touched, text))
 
     def _text(self) -> str:
-        """The beginning of this process's mark, before the count and `"}`."""
+        """The text of this process's mark up to the count, which the count and `"}` follow."""
         return json.dumps({**asdict(self._owner), _COUNT: ""})[: -len('"}')]
 
     def _make(self, number: int) -> bool:
-        """Make this process's mark with a number; False if a mark with that number exists."""
+        """Make this process's mark with a number; return False if a mark with this number exists."""
         try:
             with open(self._path(number), "x", encoding="utf-8") as stream:
                 stream.write(f'{self._text()}{"0" * DIGITS}"}}')
@@ -362,7 +363,7 @@ def release_all() -> None:
 
 
 def _machine() -> str | None:
-    """The identity of the machine, shared by processes that can look each other up by id; None if it is unknown."""
+    """The identity of a machine whose processes can look each other up by id; None if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

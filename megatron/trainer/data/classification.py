@@ -2,8 +2,8 @@
 
 Samples repeat in each epoch, in a new order. A run counts positions: position i is sample i % n of epoch i // n, and
 the order of an epoch depends only on the seed and the number of the epoch. It does not depend on replicas, microbatches
-or the point at which a run was resumed. One batch may have the last samples of an epoch and the first ones of the next,
-so no sample is left out. There is no random augmentation: a sample is the same in every epoch, and `sample_id`
+or the point at which a run was resumed. A batch may contain the last samples of an epoch and the first ones of the
+next, so no sample is left out. There is no random augmentation: a sample is the same in every epoch, and `sample_id`
 identifies it.
 """
 
@@ -43,11 +43,11 @@ class EpochSamples(torch.utils.data.Dataset):
     Args:
         samples: the samples of one epoch.
         seed: the seed of the run.
-        length: number of positions of the run.
+        length: the number of positions in the run.
     """
 
     samples_repeat = True
-    """Whether a sample id stands for the same sample in every epoch and in every run on the same data."""
+    """Whether a sample id means the same sample in every epoch and in every run on the same data."""
 
     def __init__(self, samples: _Samples, *, seed: int, length: int) -> None:
         self.samples, self.seed, self.length = samples, seed, length
@@ -62,7 +62,7 @@ class EpochSamples(torch.utils.data.Dataset):
         return self.length
 
     def sample_id(self, index: int) -> int:
-        """The number of the sample at a position, from 0 up to the number of samples of an epoch less 1."""
+        """The number of the sample at a position, from 0 to the number of samples in an epoch minus 1."""
         epoch, place = divmod(index, len(self.samples))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, order_of_epoch(len(self.samples), seed=self.seed, epoch=epoch)
@@ -74,12 +74,12 @@ class EpochSamples(torch.utils.data.Dataset):
 
 
 class EvaluationSamples(torch.utils.data.Dataset):
-    """All samples once, in order, and then fillers with weight 0 up to whole batches.
+    """All samples once, in order, and then filler samples with weight 0 up to a whole number of batches.
 
     Args:
         samples: the samples of the data.
-        batch_size: samples of a batch over all replicas.
-        per_evaluation: samples of an evaluation, a multiple of `batch_size`.
+        batch_size: samples in a batch over all replicas.
+        per_evaluation: samples in an evaluation, a multiple of `batch_size`.
     """
 
     samples_repeat = True
@@ -108,7 +108,7 @@ class EvaluationSamples(torch.utils.data.Dataset):
 
 def order_of_epoch(num_samples: int, *, seed: int, epoch: int) -> numpy.ndarray:
     """The numbers of the samples of an epoch in their order, int64 [num_samples]."""
-    return numpy.random.RandomState([seed, epoch]).permutation(num_samples)  # numpy guarantees its numbers
+    return numpy.random.RandomState([seed, epoch]).permutation(num_samples)  # which numpy keeps stable
 
 
 # --- the three datasets -----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def _build_datasets(args: TrainConfig, fields: Sequence[Field], read: Callable[[
         fields: the fields of a sample, with the stages that need them.
         read: reads the samples of files and folders; raises ValueError if it cannot.
 
-    Raises ValueError for data that cannot be read, and on every rank if ranks see different data.
+    Raises ValueError for data that cannot be read, and on every rank if ranks find different data.
     """
     paths, wanted = data_paths(args), num_samples(args)
     has_split = tuple(bool(each) and number > 0 for each, number in zip(paths.values(), wanted, strict=True))
@@ -151,7 +151,7 @@ def _build_datasets(args: TrainConfig, fields: Sequence[Field], read: Callable[[
 
 
 def _digest(*arrays: numpy.ndarray) -> str:
-    """A digest of the content, the types and the shapes of arrays."""
+    """A digest of the content, dtypes and shapes of arrays."""
     hashed = hashlib.blake2b(digest_size=16)
     for array in arrays:
         hashed.update(f"{array.dtype.str}{array.shape}".encode())
@@ -173,12 +173,12 @@ def _read_alike(
     Collective: every rank must call it.
 
     Returns:
-        The samples of each list, None for an empty list; and the digest of the first list's samples, on ranks that read
-        nothing, too.
+        The samples of each list, None for an empty list; and the digest of the first list's samples, also on ranks that
+        read nothing.
 
     Raises:
-        ValueError: on every rank, if a rank cannot read or ranks find different data: first and last stage read by
-            themselves, so inputs and labels would not match.
+        ValueError: on every rank, if a rank cannot read, or if ranks find different data. The first and the last stage
+            read the data separately, so inputs and labels would not match.
     """
     with agreed():
         found = [read(each) if each else None for each in paths]
@@ -199,7 +199,8 @@ def _read_alike(
 
 
 def vision_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """The fields of a ViT: `images` (float32 [b, height, width, channels]) on the first stage, and the common ones."""
+    """The fields of a ViT: `images` (float32 [b, height, width, channels]) on the first stage, and the common
+    fields."""
     shape = (args.img_h, args.img_w, args.num_channels)
     images = Field(
         name="images", stages="first", shape=lambda size, length: (size, *shape), dtype=torch.float32
@@ -248,8 +249,10 @@ def _read_images(args: TrainConfig, paths: list[str]) -> image_files.Images:
 
 
 def text_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """The fields of a BERT that classifies: `text` (int64 [b, s]) on the first stage, `padding_mask` (int64 [b, s], 0
-    at padding) on all stages, and the common ones."""
+    """The fields of a BERT that classifies, for b samples of s tokens.
+
+    First stage: `text` (int64 [b, s]). Every stage: `padding_mask` (int64 [b, s], 0 at padding). And the common fields.
+    """
     return (Field(name="text", stages="first", least_id=0), Field(name="padding_mask"), *_COMMON_FIELDS)
 
 

@@ -1,4 +1,4 @@
-"""Rules about the cut of the layers into stages: how many stages a rank has, and how many layers each stage has."""
+"""Rules about the split of the layers into stages: the number of stages of a rank, and the layers of each stage."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ _WAYS = (
 
 
 def layer_list(args: Arguments) -> None:
-    """Write --num-layer-list as a layout."""
+    """Convert --num-layer-list to a layout."""
     text = args.num_layer_list
     if text is None:
         return
@@ -27,10 +27,10 @@ def layer_list(args: Arguments) -> None:
 
 
 def virtual_stages(args: Arguments) -> None:
-    """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM.
+    """Set `virtual_pipeline_model_parallel_size`: the stages of each rank, None for one, as in Megatron-LM.
 
-    Where weights live on the host, a stage has one layer unless the flags say otherwise; where a schedule is for one
-    number of stages, that is taken.
+    With weights on the host, a stage has one layer unless the flags say otherwise. A schedule that supports a single
+    number of stages sets this number.
     """
     given = [name for name in _WAYS if getattr(args, name) is not None]
     if len(given) > 1:
@@ -57,7 +57,7 @@ def virtual_stages(args: Arguments) -> None:
 
 
 def _stages_of_program(args: Arguments) -> None:
-    """The program says which rank has which stages; where ranks have different numbers, the most counts."""
+    """Set the number of stages from the program; if ranks have different numbers, to the largest."""
     schedule = args.program
     if args.pipeline_model_parallel_layout is not None:
         in_layout = _stages_in_layout(args) * args.pipeline_model_parallel_size
@@ -93,8 +93,8 @@ def _stages_of_equal_layers(args: Arguments) -> int:
 
 
 def _layout(args: Arguments):
-    """What megatron.core reads from --pipeline-model-parallel-layout."""
-    from megatron import backend  # imports torch, which no other flag needs to be understood
+    """Parse --pipeline-model-parallel-layout into megatron.core's layout."""
+    from megatron import backend  # imports torch, which the other rules do not need
 
     backend.install()
     from megatron.trainer.arguments.flags.values import parse_layout
@@ -109,8 +109,10 @@ def _layout(args: Arguments):
 
 
 def stage_of_further_layers(args: Arguments) -> int | None:
-    """The stage with the layers of multi-token prediction, counted from the end: -1, or -2 where the layout of a model
-    leaves the loss to a stage of its own; None if there are no such layers."""
+    """The stage with the multi-token prediction layers, counted from the end; None if there are no such layers.
+
+    It is -1, or -2 if the layout puts the loss on another stage.
+    """
     if args.mtp_num_layers is None:
         return None
     if args.pipeline_model_parallel_layout is None:
@@ -123,13 +125,13 @@ def stage_of_further_layers(args: Arguments) -> int | None:
 
 
 def tied_stage(args: Arguments) -> int | None:
-    """The stage that shares the first one's embedding, where that is not the last."""
+    """The stage that shares the first stage's embedding, if it is not the last stage; otherwise None."""
     stage = stage_of_further_layers(args)
     return None if stage in (None, -1) else num_stages(args) + stage
 
 
 def further_layers(args: Arguments) -> None:
-    """Check that the layers of multi-token prediction are where the stage with the loss takes them."""
+    """Check that the multi-token prediction layers are on a stage from which the stage with the loss can take them."""
     stage, program = stage_of_further_layers(args), args.program
     if program is not None and program.tied_embeddings:
         _, of_program = program.program.tied_stages
@@ -158,11 +160,11 @@ def _stages_in_layout(args: Arguments) -> int:
 
 
 def layer_split(args: Arguments) -> tuple[int, int | None]:
-    """(ranks, stages on each, None for one) over which megatron.core splits the layers.
+    """The (ranks, stages on each rank or None for one) over which megatron.core splits the layers.
 
-    Where stages are dealt out in turn, those of the pipeline, as in Megatron-LM. Under another placement, a rank for
-    each stage: what a stage holds does not depend on the rank that holds it. So, too, where weights live on the host:
-    megatron.core has several stages on a rank of several ranks only.
+    If stages are assigned round-robin, they are the pipeline's, as in Megatron-LM. Under another placement there is one
+    rank per stage, since the layers of a stage do not depend on its rank. The same holds for weights on the host, since
+    megatron.core supports several stages on a rank only with several ranks.
     """
     p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     choice = choice_of(args)
@@ -171,15 +173,17 @@ def layer_split(args: Arguments) -> tuple[int, int | None]:
 
 
 def num_stages(args: Arguments) -> int:
-    """Stages of the whole pipeline."""
+    """The number of stages in the whole pipeline."""
     if args.program is not None:
         return args.program.num_stages
     return args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
 
 
 def layout_of(args: Arguments) -> str | None:
-    """The layout of the layers: as given, or of stages that are as equal as can be; None where all are equal, or
-    megatron.core knows the cut by other flags."""
+    """The layout of the layers: the given one, or one with stages as equal as possible.
+
+    None if all stages are equal, or if megatron.core derives the split from other flags.
+    """
     if args.pipeline_model_parallel_layout is not None:
         return args.pipeline_model_parallel_layout
     ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
@@ -189,7 +193,7 @@ def layout_of(args: Arguments) -> str | None:
 
 
 def _as_equal_as_can_be(args: Arguments) -> list[int]:
-    """How many layers each stage has, in the order of the stages, where flags give neither a layout nor the ends."""
+    """The number of layers of each stage, in stage order, if flags give neither a layout nor the end stages."""
     counts = [*even_layers(_counted_layers(args), num_stages(args))]
     counts[0] -= args.account_for_embedding_in_pipeline_split
     counts[-1] -= args.account_for_loss_in_pipeline_split
@@ -197,8 +201,10 @@ def _as_equal_as_can_be(args: Arguments) -> list[int]:
 
 
 def layers(args: Arguments) -> list[str]:
-    """Check that every stage has layers, and that those of ends with layers of their own number come out even. Returns
-    a note where stages have unequal numbers."""
+    """Check that every stage has layers, and that the layers between given end stages divide evenly.
+
+    Returns a note if stages have different numbers of layers.
+    """
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     sets_ends = first is not None or last is not None
     accounts = args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
@@ -263,7 +269,7 @@ def _said(args: Arguments) -> str:
 
 
 def _counted_layers(args: Arguments) -> int:
-    """The number of layers, with the embedding and the loss where they count as layers."""
+    """The number of layers, plus one each for the embedding and the loss if they count as layers."""
     return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
 
 
@@ -277,8 +283,10 @@ def _check_virtual(args: Arguments, count: int | None, where: str) -> None:
 
 
 def recomputed_chunks(args: Arguments) -> None:
-    """Check that the chunks that megatron.core recomputes divide a stage: it takes every chunk as equally long, and
-    would look for layers that a shorter last chunk does not have."""
+    """Check that the recomputed chunks of --recompute-method uniform divide each stage.
+
+    megatron.core takes all chunks to be equally long, and would look for layers that a shorter last chunk lacks.
+    """
     if args.recompute_method != "uniform" or args.recompute_num_layers == 1:
         return
     size = args.recompute_num_layers
@@ -296,7 +304,7 @@ def recomputed_chunks(args: Arguments) -> None:
 
 
 def _layers_of_stages(args: Arguments) -> set[int]:
-    """How many layers stages have."""
+    """The numbers of layers that stages have."""
     if args.pipeline_model_parallel_layout is not None:
         layout = _layout(args)
         return {sum(each.name == "decoder" for each in stage) for rank in layout.layout for stage in rank}
