@@ -1,9 +1,9 @@
-"""The command line of the training programs: Megatron-LM's flags, as data, with rules. No torch in here.
+"""The command line of the training programs: Megatron-LM's flags as data, with rules. Imports no torch.
 
-A rule says which values fit together, and may fill in a value that follows from others. It takes the run's `Arguments`,
-returns notes for the log, and raises ValueError with one sentence: value, reason, remedy. The order of the rules
-matters only where a rule uses what an earlier rule has filled in (degrees before stages and batches, these before
-schedules).
+A rule checks which values fit together, and may fill in a value that follows from others. It takes the run's
+`Arguments`, returns notes for the log, and raises ValueError with one sentence: value, reason, remedy. The order of the
+rules matters only if a rule uses a value that an earlier rule has filled in (degrees before stages and batches, these
+before schedules).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +41,7 @@ RULES: tuple[Callable[[Arguments], Iterable[str] | None], ...] = (
 
 
 def validate_args(args: Arguments, *, world_size: int, rank: int = 0) -> list[str]:
-    """Check `args` and fill in what follows from it.
+    """Check `args` and fill in the values that follow from the flags.
 
     Sets `world_size`, `rank`, `data_parallel_size`, `batch_sizes` (a `BatchSizes`), `train_iters`, ... Returns notes
     for the log, for example about values without an effect. Raises ValueError for the first broken rule.

@@ -1,4 +1,4 @@
-"""The model of a run as the planner knows it."""
+"""The conversion of a run's model to the planner's `Architecture`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 
 
 def architecture(args: TrainConfig) -> Architecture:
-    """The model's shape; `args.padded_vocab_size` is set."""
+    """The model's shape for the planner; `args.padded_vocab_size` must be set."""
     is_bert, is_classifier = args.architecture == "bert", args.architecture in CLASSIFIERS
     has_types = args.architecture in ("bert", "bert-classify") and args.bert_binary_head
     return Architecture(
@@ -50,7 +50,7 @@ def architecture(args: TrainConfig) -> Architecture:
 
 
 def _further_layers(args: TrainConfig) -> FurtherLayers:
-    """The layers of multi-token prediction."""
+    """The multi-token prediction layers."""
     return FurtherLayers(count=args.mtp_num_layers, stage=stage_of_further_layers(args))
 
 

@@ -1,5 +1,4 @@
-"""The parts of a `config.json` that say which tokens a layer sees, and how their places enter: rotary positions,
-windows, and the widths of latent attention."""
+"""The parts of a `config.json` about attention: rotary positions, windows, and the widths of latent attention."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from megatron.documents.faults import shown
 from megatron.trainer.arguments.config_parts import Facts, Part, number, present, truth
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only values of Llama 3's scaling that megatron.core knows."""
+"""The only values of Llama 3's scaling that megatron.core supports."""
 _YARN = {
     "factor": "rotary_scaling_factor",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
     "original_max_position_embeddings": "yarn_original_max_position_embeddings",
 }
-"""YaRN's numbers, by their flags."""
+"""YaRN's keys -> the destinations of their flags."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Rotary(Part):
     """Base and scaling of rotary positions: `rope_parameters`, in older files `rope_theta` and `rope_scaling`.
 
     Attributes:
-        latents: the positions are those of latent attention (MLA).
+        latents: whether the positions are those of latent attention (MLA).
     """
 
     latents: bool = False
@@ -63,7 +62,7 @@ class Rotary(Part):
         return facts
 
     def _given(self, config: Mapping[str, object]) -> dict[str, object]:
-        """What both spellings say together."""
+        """The keys of both spellings together."""
         given: dict[str, object] = {}
         for name in ("rope_scaling", "rope_parameters"):
             mapping = config.get(name) or {}
@@ -84,20 +83,20 @@ class Rotary(Part):
         return given
 
     def _yarn(self, given: dict[str, object]) -> Facts:
-        """YaRN's flags; takes the keys out of `given`."""
+        """The flags of YaRN; removes the keys that it reads from `given`."""
         facts: Facts = {"rope_type": "yarn"} if self.latents else {"position_embedding_type": "yarn"}
         for key, dest in _YARN.items():
             kind = int if key.startswith("original") else float
             facts[dest] = number(key, present(given, [key]), kind)
             del given[key]
-        rounds = given.pop("truncate", True)  # newer than files whose model rounds
+        rounds = given.pop("truncate", True)  # files older than this key are of models that round
         if not isinstance(rounds, bool) or (self.latents and not rounds):
             raise ValueError(
                 f"truncate of YaRN is {shown(rounds)}, and megatron.core's latent attention knows true alone"
             )
         scales = [given.pop(key, None) for key in ("mscale", "mscale_all_dim")]
         if scales != [None, None]:
-            # With one of them alone, or with 0, transformers takes another temperature than megatron.core and DeepSeek.
+            # With only one of them, or with 0, transformers uses another temperature than megatron.core and DeepSeek.
             if not all(scales):
                 raise ValueError(
                     f"mscale of YaRN is {shown(scales[0])} and mscale_all_dim {shown(scales[1])}, of which each "
@@ -110,8 +109,8 @@ class Rotary(Part):
         return facts | {"yarn_correction_range_round_to_int": rounds}
 
     def write(self, facts: Facts) -> dict[str, object]:
-        # In the older keys, which every version of transformers reads. Of the newer ones an older version would know
-        # nothing, and take a default.
+        # In the older keys, which every version of transformers reads. An older version would not know the newer keys,
+        # and use defaults.
         scaling: dict[str, object] | None = None
         if facts["rope_type" if self.latents else "position_embedding_type"] == "yarn":
             scaling = {"rope_type": "yarn", **{key: facts[dest] for key, dest in _YARN.items()}}
@@ -126,7 +125,7 @@ class Rotary(Part):
 
 
 def _llama_3(given: dict[str, object]) -> Facts:
-    """The flags of Llama 3's scaling; takes the keys out of `given`."""
+    """The flags of Llama 3's scaling; removes the keys that it reads from `given`."""
     for key, value in _LLAMA_3.items():
         if present(given, [key]) != value:
             raise ValueError(
@@ -141,12 +140,12 @@ def _llama_3(given: dict[str, object]) -> Facts:
 
 @dataclass(frozen=True)
 class Window(Part):
-    """Attention to a window of tokens.
+    """Attention to a sliding window of tokens.
 
     Attributes:
-        layers: the layers that have it, where a configuration has one: "none", "all", "listed" in `layer_types`, or
-            those "from" the one that `max_window_layers` says, unless `layer_types` lists them.
-        switched: only where `use_sliding_window` says so.
+        layers: the layers with a window, if the configuration has one: "none", "all", "listed" in `layer_types`, or
+            "from" the layer `max_window_layers` on unless `layer_types` lists them.
+        switched: whether the window also requires `use_sliding_window`.
     """
 
     layers: str = "none"
@@ -172,7 +171,7 @@ class Window(Part):
         }
 
     def _layers(self, config: Mapping[str, object], has_window: bool) -> list[bool]:
-        """Whether each layer has the window."""
+        """For each layer, whether it has the window."""
         kinds, count = config.get("layer_types"), int(number("num_hidden_layers", config["num_hidden_layers"], int))
         first = config.get("max_window_layers")
         if self.layers == "listed":
@@ -221,7 +220,7 @@ _WIDTHS = {
 
 
 class LatentWidths(Part):
-    """Ranks and widths of latent attention (MLA). Every head has keys and values of its own."""
+    """Ranks and widths of latent attention (MLA). Every head has its own keys and values."""
 
     names = ("q_lora_rank", *_WIDTHS, "num_key_value_heads", "head_dim", "qk_head_dim")
 
@@ -231,10 +230,10 @@ class LatentWidths(Part):
             present(config, ["q_lora_rank"], "write it into config.json, null where queries have no latent")
         rank = config["q_lora_rank"]
         facts["q_lora_rank"] = None if rank is None else number("q_lora_rank", rank, int)
-        facts["kv_channels"] = facts["qk_head_dim"]  # Megatron-LM's recipes; nothing depends on it
+        facts["kv_channels"] = facts["qk_head_dim"]  # as in Megatron-LM's recipes; nothing depends on it
         rotated = facts["qk_pos_emb_head_dim"]
         present(config, ["num_key_value_heads"])
-        for key, value in (  # newer files have the latter two
+        for key, value in (  # only newer files have the last two
             ("num_key_value_heads", config.get("num_attention_heads")),
             ("head_dim", rotated),
             ("qk_head_dim", facts["qk_head_dim"] + rotated),

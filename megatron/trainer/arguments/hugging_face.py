@@ -1,7 +1,7 @@
-"""A Hugging Face model's `config.json` as flags, flags as a `config.json`, and a run that starts from such a model.
+"""Conversion between a Hugging Face model's `config.json` and flags, and runs that start from such a model.
 
-All flags that shape a model and that its family does not set have their default, so a flag of another model is noticed,
-too, also one that is younger than the table of families.
+Every flag that shapes a model and that the model's family does not set gets its default. So a flag that contradicts the
+model is noticed, even one that is newer than the table of families.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.trainer.arguments.flags.specification import Arguments, Flag, Role
 from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, NOT_COMPUTED, Family
 
 QUANTIZATION = "quantization_config"
-"""The key that says how weights are quantized. What is read is no longer quantized."""
+"""The key that says how weights are quantized. Weights that are read are no longer quantized."""
 _SHAPING = {flag.dest: flag for flag in FLAGS if Role.SHAPE in flag.roles}
 _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model that a configuration describes: its `model_type`, and all facts that its weights depend on."""
+    """A model that a configuration describes: its `model_type`, and all flags on which its weights depend."""
 
     model_type: str
     facts: Facts
@@ -37,7 +37,7 @@ class Model:
         return FAMILIES[self.model_type]
 
     def argv(self) -> list[str]:
-        """The model as words of a command line, without flags that say their default."""
+        """The model as command line words, without flags at their default."""
         words: list[str] = []
         for name, value in self.facts.items():
             flag = _BY_DEST[name]
@@ -47,7 +47,7 @@ class Model:
 
 
 def _word(value: object) -> str:
-    """A value as one word of a command line."""
+    """A value as a single command line word."""
     return f"{value}".replace(" ", "").strip("()")
 
 
@@ -62,7 +62,7 @@ def read_config(path: Path | str) -> dict[str, object]:
 
 
 def model_of(config: Mapping[str, object], source: object) -> Model:
-    """The model that a configuration describes. Raises ValueError, which names `source`."""
+    """The model that a configuration describes. Raises ValueError that names `source`."""
     try:
         return _model_of(config)
     except ValueError as error:
@@ -92,7 +92,7 @@ def _model_of(config: Mapping[str, object]) -> Model:
 
 
 def _require_known_quantization(quantization: object) -> None:
-    """Raise ValueError where weights are quantized in another way than `files.safetensors_files` reads."""
+    """Raise ValueError if weights are quantized in a way that `files.safetensors_files` does not read."""
     if not quantization:
         return
     asked = quantization if isinstance(quantization, Mapping) else {}
@@ -106,12 +106,14 @@ def _require_known_quantization(quantization: object) -> None:
 
 
 _NEUTRAL = {"rotary_seq_len_interpolation_factor": 1, "moe_router_topk_scaling_factor": 1.0, "mtp_num_layers": 0}
-"""Values that ask for the same as none."""
+"""Values that mean the same as None."""
 
 
 def _plain(name: str, value: object, num_layers: int | None = None) -> object:
-    """A flag's value in the spelling in which two models are compared. Patterns of layers are a list, and those of all
-    layers the default."""
+    """A flag's value in the form in which two models are compared.
+
+    Patterns of layers become lists; a pattern of all layers becomes the default.
+    """
     if value is None or _NEUTRAL.get(name) == value:
         return None
     if name == "window_size":
@@ -131,8 +133,8 @@ def _plain(name: str, value: object, num_layers: int | None = None) -> object:
 
 
 def load_hf(args: Arguments) -> list[str]:
-    """`--load-hf`: the rule that completes the model's flags from the folder's configuration. Returns notes."""
-    if not args.load_hf:  # the rule about paths refuses an empty one
+    """Complete the model's flags from the folder's configuration, for `--load-hf`; return notes."""
+    if not args.load_hf:  # the rule about paths refuses an empty path
         return []
     if args.architecture not in _PROGRAMS:
         raise ValueError(
@@ -156,13 +158,13 @@ def load_hf(args: Arguments) -> list[str]:
 
 
 _PROGRAMS = {family.architecture: PROGRAMS[family.architecture][0] for family in FAMILIES.values()}
-"""Architectures with models that can be converted, and the programs that train them."""
+"""Architecture with models that can be converted -> the program that trains it."""
 
 
 def take_over(args: Arguments, model: Model, source: object) -> list[str]:
-    """Complete parsed arguments by a model, for `--load-hf`; returns the flags that were taken, as a note.
+    """Complete parsed arguments from a model, for `--load-hf`; return a note that lists the flags taken from it.
 
-    Raises ValueError for a flag of the command line that contradicts the model.
+    Raises ValueError for a command line flag that contradicts the model.
     """
     taken = []
     for name, kind in _OLD_NAMES.items():
@@ -188,11 +190,11 @@ def take_over(args: Arguments, model: Model, source: object) -> list[str]:
 
 
 _OLD_NAMES = {"use_rotary_position_embeddings": "rope", "add_position_embedding": "none"}
-"""Flags that say a kind of position embedding by an old name. Beside rotary ones they say nothing else."""
+"""Old flags for a kind of position embedding -> that kind. With rotary embeddings they have no further meaning."""
 
 
 def _says_the_same(name: str, given: object, model: Model) -> bool:
-    """Whether flags say, in other words, that every head has keys and values of its own."""
+    """Whether a flag says, in other words, that every head has its own keys and values."""
     facts = model.facts
     return not facts["group_query_attention"] and (name, given) in (
         ("group_query_attention", True),
@@ -224,7 +226,7 @@ def _remedy(flag: Flag, value: object) -> str:
 
 
 def facts_of(args: Arguments) -> Facts:
-    """What completed arguments say of a model, in the spelling of `Model.facts`."""
+    """The model's flags in completed arguments, in the form of `Model.facts`."""
     facts = {
         name: _plain(name, getattr(args, name), args.num_layers)
         for name in (*_SHAPING, *_FURTHER)
@@ -239,7 +241,7 @@ def facts_of(args: Arguments) -> Facts:
     if facts["add_bias_linear"]:
         facts["add_qkv_bias"] = False
     if facts.get("encoder_num_layers") is not None:
-        facts["num_layers"] = None  # that of both stacks
+        facts["num_layers"] = None  # the sum of both stacks
     if facts.get("num_experts") is None:
         facts |= {name: _plain(name, flag.default) for name, flag in _SHAPING.items() if name.startswith("moe_")}
     return facts
@@ -253,13 +255,13 @@ _OF_ROTARY = tuple(name for name in destinations(Role.SHAPE) if name.startswith(
 
 
 def config_of(args: Arguments, *, dtype: str, model_type: str | None = None) -> dict[str, object]:
-    """The configuration of the model that completed arguments describe.
+    """Make the configuration of the model that completed arguments describe.
 
     Args:
-        dtype: torch's name of the weights' dtype.
-        model_type: the family; None: the one that fits.
+        dtype: torch's name for the dtype of the weights.
+        model_type: the model family; None: the first one that fits.
 
-    Raises ValueError if none fits; with `model_type` the error names the flag that does not fit.
+    Raises ValueError if no family fits; with `model_type`, the error names the flag that does not fit.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} cannot be converted; these can: {', '.join(FAMILIES)}")
@@ -283,7 +285,7 @@ def config_of(args: Arguments, *, dtype: str, model_type: str | None = None) -> 
 
 
 def difference(here: Facts, there: Facts, free: tuple[str, ...] = ()) -> str | None:
-    """A clause on the first flag in which two models differ; None where they are the same."""
+    """A clause about the first flag in which two models differ; None if they are the same."""
     return next(_differences(here, there, free), None)
 
 

@@ -1,8 +1,8 @@
-"""The training loop: batches through the engine, reports out, evaluations and checkpoints between.
+"""The training loop: it sends batches through the engine, writes reports, and evaluates and saves in between.
 
-Without flushes the report of a batch comes some batches late (`Schedule.report_lag`), on all ranks alike. So nothing
-is decided by one rank: what the iteration number decides is the same everywhere, and a stop request (SIGTERM, time is
-up) travels with a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
+Without flushes the report of a batch comes some batches late (`Schedule.report_lag`), equally late on all ranks. No
+rank decides alone: decisions by the iteration number are the same everywhere, and a stop request (SIGTERM, or the time
+is up) travels with a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ if TYPE_CHECKING:
 
 
 class TrainingError(ValueError):
-    """Training cannot go on, and the user can mend it; raised on every rank alike."""
+    """An error with which training cannot continue and that the user can fix; raised on every rank."""
 
 
 class Loop:
-    """Drives one run to its end.
+    """The loop that drives one run to its end.
 
     Args:
-        run: what `assembly.assemble` built.
-        stop: SIGTERM as a stop request.
-        started: `time.time()` of the program's start, for `--exit-duration-in-mins`.
-        lost_ranks: notices lost ranks and goes on without them; None: a lost rank ends the run.
+        run: the run that `assembly.assemble` has built.
+        stop: notes SIGTERM as a stop request.
+        started: `time.time()` at the program's start, for `--exit-duration-in-mins`.
+        lost_ranks: notices lost ranks and continues without them; None: a lost rank ends the run.
     """
 
     def __init__(self, run: Run, stop: StopSignal, *, started: float, lost_ranks: LostRanks | None = None) -> None:
         self.run, self.stop, self.started, self.lost_ranks = run, stop, started, lost_ranks
-        self._began = time.perf_counter()  # of the last batch
-        self._settled = run.iteration  # after which all is done that is due between batches
-        self._valid_before = (run.iteration, run.consumed_valid_samples)  # when that began, after an iteration
+        self._began = time.perf_counter()  # start of the last batch
+        self._settled = run.iteration  # the iteration after which all work between batches is done
+        self._valid_before = (run.iteration, run.consumed_valid_samples)  # before the work between batches
         self._waiting: deque[Progress] = deque()  # batches without a report yet
         self._stop_requests = 0  # of all ranks, from the reports
-        self._admits = False  # whether new processes of lost ranks are taken in after this batch, from the reports
+        self._admits = False  # whether to admit new processes of lost ranks after this batch, from the reports
         self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
         self._iterators: list[MicrobatchIterator] = []
         self._validation: list[MicrobatchIterator] = []
         self.validated_iteration: int | None = None
         self._making = None
         if run.args.made_program is not None and run.args.made_program.measures and not run.args.skip_train:
-            from megatron.trainer.changes.program_making import ProgramInMaking  # the planner
+            from megatron.trainer.changes.program_making import ProgramInMaking  # imports the planner
 
             self._making = ProgramInMaking(run.args, first=run.iteration)
 
@@ -75,12 +75,14 @@ class Loop:
         return self.run.args
 
     def train(self) -> bool:
-        """Train until the last iteration (True), or until a stop request, `--exit-interval` or the time ends the run
-        (False)."""
+        """Train until the last iteration; return whether it was reached.
+
+        A stop request, `--exit-interval` or `--exit-duration-in-mins` may end training earlier.
+        """
         run, args = self.run, self.args
         if run.iteration >= args.train_iters:
             return True
-        if self._wants_to_change():  # a checkpoint was saved between that decision and the change
+        if self._wants_to_change():  # the run was saved after the decision and before the change
             self._change_arrangement()
         else:
             self._feed()
@@ -107,7 +109,10 @@ class Loop:
         return True
 
     def _goes_on(self, profiler: Profiler) -> bool:
-        """Run a batch, unless what is due after the last one is still to do, and what is due then."""
+        """Run a batch and the work that is due after it. If work is left from before a loss, do only this work.
+
+        Returns False if the run ends here.
+        """
         run = self.run
         if not self._is_due():
             if self._fit(self._next_size()) and run.begun and run.begun[-1] != self._next_samples():
@@ -136,11 +141,11 @@ class Loop:
         return self.args.save is not None and self.run.saved_iteration != self.run.iteration
 
     def _is_due(self) -> bool:
-        """Whether something is due after the last batch that was begun and not done when a rank was lost."""
+        """Whether work after the last batch is still due, because a rank was lost during it."""
         return self.run.iteration > self._settled and self._ends_stretch()
 
     def _go_on_with_others(self, *, admits: bool = False) -> None:
-        """Go on without ranks that were lost, or with `admits` between two batches with new processes of such ranks."""
+        """Continue without lost ranks; with `admits`, between two batches, admit new processes of lost ranks."""
         run = self.run
         self.close_data()
         self._settled, self._stop_requests, reports = self.lost_ranks.go_on(
@@ -149,8 +154,8 @@ class Loop:
         if self._valid_before[0] == run.iteration > self._settled:
             run.consumed_valid_samples = self._valid_before[1]
         if run.saved_iteration == run.iteration > self._settled:
-            run.saved_iteration = None  # others may not know that it was saved
-        self._drains.append(run.iteration)  # the pipeline begins empty
+            run.saved_iteration = None  # the other ranks may not know that it was saved
+        self._drains.append(run.iteration)  # the pipeline starts empty
         known = {progress.iteration: progress for progress in self._waiting}
         self._waiting.clear()
         consumed = run.consumed_samples - sum(report.num_samples for report in reports)
@@ -160,19 +165,21 @@ class Loop:
             seconds = time.perf_counter() - self._began
             self._waiting.append(known.get(number) or Progress(number, consumed, size, seconds))
         self._report(reports)
-        self._admits = False  # not all ranks may have had the report; new processes ask again with the next batch
+        self._admits = False  # some ranks may lack the report; new processes ask again with the next batch
         self._feed()
 
     def _next_size(self) -> int:
-        """The number of microbatches of a replica in the next batch."""
+        """The number of microbatches of one replica in the next batch."""
         return self.args.batch_sizes.num_microbatches(self.run.consumed_samples)
 
     def _next_samples(self) -> int:
         return self.args.batch_sizes.num_samples(self.run.consumed_samples)
 
     def _fit(self, size: int) -> bool:
-        """Where ranks were lost, let the program be that of batches of so many microbatches of a replica; returns
-        whether it changes. Drained."""
+        """If ranks were lost, fit the program to batches of `size` microbatches per replica; return whether it changes.
+
+        The pipeline must be drained.
+        """
         if self.lost_ranks is None or not self.lost_ranks.fit(self.run, size):
             return False
         self.close_data()
@@ -180,13 +187,13 @@ class Loop:
         return True
 
     def _outgrows(self) -> bool:
-        """Whether the next batch needs another program than the last, where ranks were lost."""
+        """Whether ranks were lost and the next batch needs another program than the last one."""
         survivors = self.run.survivors
         next_size = self._next_size() * self.run.replicas_in_program
         return survivors is not None and survivors.schedule.num_microbatches != next_size
 
     def _feed(self) -> None:
-        """Let the stages have training data from where the run stands."""
+        """Give the stages iterators over the training data from the run's position on."""
         run = self.run
         for stage, iterator in zip(run.stages, self._samples(0, "training", run.consumed_samples), strict=True):
             stage.data_iterator = iterator
@@ -203,22 +210,22 @@ class Loop:
         self._iterators, self._validation = [], []
 
     def give_up(self) -> None:
-        """Close what is open after an error with which the program ends in order."""
+        """Close open files and processes after an error with which the program ends in order."""
         self.close_data()
         if self._making is not None:
             self._making.close()
         if self.run.cache is not None:
             self.run.cache.close()
         if self.run.writer is not None:
-            with contextlib.suppress(ValueError):  # the first error is told
+            with contextlib.suppress(ValueError):  # the first error is the one to report
                 self.run.writer.close()
 
     def _pass_on_stop_request(self) -> None:
-        if self.run.engine is not None:  # there is none while the run changes; the next batch asks again
+        if self.run.engine is not None:  # no engine exists while the run changes; the next batch notes the request
             self.run.engine.stop_requests |= STOP
 
     def _batch(self) -> None:
-        """Run one batch as a segment; its time counts for the batch, whose report may come later."""
+        """Run one batch as a segment. The time is recorded for this batch, whose report may come later."""
         run = self.run
         if self.stop.received or self._time_is_up():
             run.engine.stop_requests |= STOP
@@ -236,7 +243,7 @@ class Loop:
         self._report(reports)
 
     def _drain(self) -> None:
-        """Finish the batches in flight. The time counts for the last batch."""
+        """Finish the batches in flight. The time is added to the last batch's."""
         start = time.perf_counter()
         reports = self.run.engine.drain()
         self._drains.append(self.run.iteration)
@@ -290,14 +297,14 @@ class Loop:
         return self._making is not None and self._making.is_due(self.run.iteration)
 
     def _ends_stretch(self) -> bool:
-        """Whether the pipeline has to be drained here; the same on every rank."""
+        """Whether the pipeline must be drained after this iteration; the same on every rank."""
         last = self.run.iteration >= self.args.train_iters
         ends = last or bool(self._stop_requests) or self._due(self.args.exit_interval)
         due = self._makes_program() or self._decides() or self._evaluates() or self._saves()
         return ends or self._admits or due or self._outgrows()
 
     def _between_stretches(self) -> bool:
-        """Drain, evaluate, save; True if the run ends here."""
+        """Drain the pipeline, evaluate, save, and change what is due. Returns True if the run ends here."""
         args = self.args
         if not self.run.engine.is_drained:
             self._drain()
@@ -305,7 +312,7 @@ class Loop:
             self._finish_writing()
             if self._making.go_on(self.run):
                 self._making = None
-        if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
+        if self._decides():  # also at the end of a run: then a resumed run continues like an uninterrupted one
             self._decide(self.run.decisions.decide)
         if self._evaluates() and not self._stop_requests and not self.validate():
             self._stop_requests |= STOP
@@ -314,7 +321,7 @@ class Loop:
         ends = bool(self._stop_requests) or self._due(args.exit_interval)
         if self._saves() or (ends and args.save is not None):
             self.save()
-        if not ends and self._agree_to_stop():  # a stop request that came while evaluating or saving: do not save twice
+        if not ends and self._agree_to_stop():  # a stop request came while evaluating or saving; do not save twice
             ends = True
             if self._is_to_save():
                 self.save()
@@ -326,7 +333,7 @@ class Loop:
         return ends
 
     def _decide(self, decide: Callable[[Run], None]) -> None:
-        """Decide what changes; where the decision fails, log a warning and change nothing."""
+        """Run a decision about changes; if it fails, log a warning and change nothing."""
         run = self.run
         self._finish_writing()
         try:
@@ -349,7 +356,7 @@ class Loop:
         return self.run.decisions is not None and self.run.decisions.wanted != self.args.arrangement
 
     def _change_arrangement(self) -> None:
-        """Change to the decided arrangement; where that fails, log a warning and stay in the present one."""
+        """Change to the decided arrangement; if that fails, log a warning and keep the current one."""
         run, decisions = self.run, self.run.decisions
         self._finish_writing()
         self.close_data()
@@ -368,12 +375,12 @@ class Loop:
         self._feed()
 
     def _finish_writing(self) -> None:
-        """Wait for a checkpoint that is written beside training: its writing needs the group over which ranks agree."""
+        """Wait for a checkpoint that is written in the background, since it uses the group over which ranks agree."""
         if self.run.writer is not None:
             self.run.writer.finish()
 
     def _agree_to_stop(self) -> bool:
-        """Collective: whether any rank was asked to stop."""
+        """Whether any rank was asked to stop. Collective."""
         stop_request = torch.tensor([int(self.stop.received or self._time_is_up())], device=backend.device())
         torch.distributed.all_reduce(stop_request, op=torch.distributed.ReduceOp.MAX)
         if stop_request.item():
@@ -381,7 +388,7 @@ class Loop:
         return bool(stop_request.item())
 
     def validate(self) -> bool:
-        """Evaluate on the validation data and report it; False if a stop request came meanwhile."""
+        """Evaluate on the validation data and report it; False if a stop request interrupted it."""
         run = self.run
         self.validated_iteration = run.iteration
         self._fit(full_batch(self.args))
@@ -390,7 +397,7 @@ class Loop:
         return self._evaluate("validation", self._validation)
 
     def test(self) -> bool:
-        """Evaluate on the test data and report it; False if a stop request came meanwhile."""
+        """Evaluate on the test data and report it; False if a stop request interrupted it."""
         self._fit(full_batch(self.args))
         return self._evaluate("test", self._samples(2, "test", 0))
 
@@ -402,7 +409,7 @@ class Loop:
         for stage, iterator in zip(run.stages, iterators, strict=True):
             stage.evaluation_iterator = iterator
         losses = evaluate(run.engine, args, self._agree_to_stop, replicas_in_program=run.replicas_in_program)
-        if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
+        if name == "validation":  # in full even if interrupted, so that later evaluations see the same samples
             samples = full_batch(args) * args.batch_sizes.samples_per_microbatch
             run.consumed_valid_samples += args.eval_iters * samples
         if losses is None:
@@ -410,18 +417,18 @@ class Loop:
         run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
         if name == "validation" and run.decisions is not None:
             warning = run.decisions.note_validation(losses, iteration=run.iteration)
-            if warning is not None and run.iteration < args.train_iters:  # at the end all is said
+            if warning is not None and run.iteration < args.train_iters:  # at the end everything is reported
                 run.reporter.say(f"warning: {warning}")
         return True
 
     def save(self) -> None:
-        """Save a checkpoint of where the run stands. Drained, collective."""
+        """Save a checkpoint at the run's position. Collective; the pipeline must be drained."""
         run, iteration = self.run, self.run.iteration
         if self.lost_ranks is not None:
             self.lost_ranks.confirm()
         start = time.perf_counter()
 
-        def saved(path: Path) -> None:  # later, from another thread, with --async-save
+        def saved(path: Path) -> None:  # with --async-save called later, from another thread
             run.reporter.progress(f"Saved checkpoint\tIteration: {iteration}\t{path}")
 
         save_checkpoint(
@@ -440,7 +447,7 @@ class Loop:
             gc.collect()
 
     def finish(self) -> None:
-        """Wait for checkpoints that are still being written, write the timeline, close what is open."""
+        """Wait for checkpoints that are still being written, write the timeline, and close everything that is open."""
         run = self.run
         self.close_data()
         if self._making is not None:
@@ -466,12 +473,12 @@ class Loop:
 
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float, lost_ranks: LostRanks | None = None) -> None:
-    """Train, then evaluate on validation and test data, as Megatron-LM does, unless the run ended early."""
+    """Train; unless the run ends early, then evaluate on validation and test data, as Megatron-LM does."""
     loop = Loop(run, stop, started=started, lost_ranks=lost_ranks)
     try:
         _train_and_evaluate(loop)
         loop.finish()
-    except ValueError:  # the program ends in order; any other error ends the process, and with it those that load
+    except ValueError:  # the program ends in order; other errors end the process and with it the data loaders
         loop.give_up()
         raise
 

@@ -1,5 +1,5 @@
-"""Rules of the pipeline's schedule: the program of `--pipeline-program`, weights that live on the host
-(`--pipeline-schedule l2l`), and what a schedule requires of batches, stages and weights."""
+"""Rules of the pipeline's schedule: the program of `--pipeline-program`, weights on the host (`--pipeline-schedule
+l2l`), and a schedule's requirements for batches, stages and weights."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -40,13 +40,13 @@ _SAYS_ITSELF = {
     "elastic_pipeline": "is for the ranks that it has",
     "activation_cache": "is for stages that are all trained",
 }
-"""Destination -> what the program does itself, or never does, about the subject of that flag."""
+"""Destination of a flag -> what the program itself says about the flag's subject, or why it excludes the flag."""
 
 OF_AUTO = (
     "pipeline_profile", "pipeline_memory_limit", "pipeline_synthesis_seconds", "pipeline_measured_batches",
     "pipeline_weights", "pipeline_moves",
 )  # fmt: skip
-"""Destinations of flags that only `auto` reads."""
+"""Destinations of flags that only `--pipeline-schedule auto` reads."""
 
 _REMEDIES = {
     ("recompute", True): "or leave out --pipeline-recompute",
@@ -59,7 +59,7 @@ _REMEDIES = {
 
 
 def pipeline_program(args: Arguments) -> list[str]:
-    """Fills `program`: the schedule of the file, or None; and `pipeline_program_sha256`, its hash."""
+    """Set `program`, the schedule of the program's file or None, and `pipeline_program_sha256`, its hash."""
     args.program = args.pipeline_program_sha256 = None
     if args.pipeline_schedule == AUTO:
         raise ValueError(
@@ -89,7 +89,7 @@ def pipeline_program(args: Arguments) -> list[str]:
 
 
 def refuse_what_a_program_says(args: Arguments) -> None:
-    """Raise ValueError for a flag about something that the run's program decides itself, or cannot do."""
+    """Raise ValueError for a flag about a subject that the run's program decides itself or does not support."""
     for name, what in _SAYS_ITSELF.items():
         if name in args.given and getattr(args, name) not in (False, None, "off"):
             value = getattr(args, name)
@@ -129,7 +129,7 @@ def _require_ranks(args: Arguments, schedule: ProgramSchedule, named: str) -> No
 
 
 def _notes(args: Arguments, schedule: ProgramSchedule) -> list[str]:
-    """Notes on how the rows of a program continue, which the user may have meant otherwise."""
+    """Notes on how the rows of a program repeat, which may differ from the user's intention."""
     fill, period = schedule.repetition.num_fill, schedule.repetition.num_period
     which = "all batches" if period == 1 else f"every {period} batches"
     behind = f" behind the first{f' {fill}' if fill > 1 else ''}" if fill else ""
@@ -141,7 +141,7 @@ def _notes(args: Arguments, schedule: ProgramSchedule) -> list[str]:
 
 
 def residency_of(args: Arguments) -> Residency | None:
-    """How the weights live on the host, as `args` ask; None where they live on the device."""
+    """How the host keeps the weights, as `args` say; None if the device keeps them."""
     if choice_of(args).residency is None:
         return None
     update = args.l2l_update
@@ -151,7 +151,7 @@ def residency_of(args: Arguments) -> Residency | None:
 
 
 def relay(args: Arguments) -> None:
-    """Refuse what the relay excludes, and its flags where there is no relay."""
+    """Refuse flags that exclude weights on the host; without weights on the host, refuse the flags about them."""
     schedule = choice_of(args).flag
     if choice_of(args).residency is None:
         for name in ("l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch"):
@@ -199,7 +199,7 @@ def relay(args: Arguments) -> None:
 
 
 def _waits_for(args: Arguments) -> str | None:
-    """The flag for which an update has to know the gradients of all stages, if there is one."""
+    """The flag that makes an update wait for the gradients of all stages; None if there is none."""
     if args.clip_grad > 0:
         return f"--clip-grad {args.clip_grad:g}"
     if args.calculate_per_token_loss:
@@ -214,8 +214,7 @@ _NOTHING_MOVES = "has nothing to move with these stages and batches: saved activ
 
 
 def schedule(args: Arguments) -> list[str]:
-    """Check that the schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and
-    `moves_activations`."""
+    """Check that the schedule accepts every batch size of the run. Set `schedule` and `moves_activations`."""
     if args.made_program is None and (lone := [each for each in OF_AUTO if each in args.given]):
         raise ValueError(
             f"{name_of(lone[0])} is for --pipeline-schedule {AUTO}, and this is {choice_of(args).name}; use {AUTO}, or "
@@ -255,8 +254,10 @@ def schedule(args: Arguments) -> list[str]:
 
 
 def _stages_of_ranks(args: Arguments) -> None:
-    """Check that the order fits the number of stages on a rank. Several stages without a named schedule select
-    `interleaved`, as in Megatron-LM."""
+    """Check that the schedule fits the number of stages on a rank.
+
+    If a rank has several stages and no schedule is given, choose `interleaved`, as in Megatron-LM.
+    """
     v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
     if v is not None and "pipeline_schedule" not in args.given:
         args.pipeline_schedule = "interleaved"
@@ -280,8 +281,10 @@ def _stages_of_ranks(args: Arguments) -> None:
 
 
 def settled_schedule(args: Arguments | TrainConfig) -> tuple[Schedule | ProgramSchedule, bool]:
-    """The schedule, for the layers that are frozen now, and whether it moves activations. Raises ValueError where it
-    does not accept a batch size of the run."""
+    """The schedule for the currently frozen layers, and whether it moves activations.
+
+    Raises ValueError if the schedule does not accept a batch size of the run.
+    """
     sizes = set(args.batch_sizes.all_num_microbatches())
     found = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
     for num_microbatches in sorted(sizes):
@@ -297,7 +300,7 @@ def _schedule_of_flags(args: Arguments) -> Schedule | ProgramSchedule:
     has_copies = args.pipeline_model_parallel_size > 1
     if residency is not None:
         has_copies = args.pipeline_model_parallel_size * num_virtual_stages > 1
-        reduced *= args.tensor_model_parallel_size  # they sum up what each has seen a part of, stage by stage
+        reduced *= args.tensor_model_parallel_size  # tensor ranks add up partial gradients stage by stage
     return Schedule.preset(
         args.pipeline_schedule,
         num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
@@ -319,7 +322,7 @@ def _schedule_of_flags(args: Arguments) -> Schedule | ProgramSchedule:
 
 
 def behind_frozen(args: Arguments, stages: Stages) -> Schedule:
-    """The schedule that `args` ask for where some of the `stages` are frozen."""
+    """The schedule of `args` if some of the `stages` are frozen."""
     return Schedule.preset(
         args.pipeline_schedule,
         num_stages=len(stages.rank_of_stage),
@@ -333,15 +336,19 @@ def behind_frozen(args: Arguments, stages: Stages) -> Schedule:
 
 
 def shares_embedding(args: Arguments) -> bool:
-    """Whether the first and the last stage, where these are two, have copies of one embedding: it is the output layer,
-    or layers of multi-token prediction look tokens up."""
+    """Whether the first and the last stage, if they differ, have copies of one embedding.
+
+    They do if the output layer is tied to the embedding, or if layers of multi-token prediction embed tokens.
+    """
     return not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
 
 
 @lru_cache(maxsize=64)
 def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
-    """Whether a backward of a batch comes after a backward of a later batch. A known order is asked with the fewest
-    microbatches that show it, since a search asks thousands of times."""
+    """Whether a backward of a batch comes after a backward of a later batch.
+
+    A preset schedule is checked with the fewest microbatches that show this, since a search checks thousands of times.
+    """
     sizes: tuple[int, ...] = ()
     if isinstance(schedule, Schedule):
         schedule = replace(schedule, balance=False)
@@ -352,7 +359,7 @@ def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches:
 
 
 def _predictions(args: Arguments, weights: WeightPolicy) -> None:
-    """Check what predicted weights require, and what they exclude."""
+    """Check the requirements and exclusions of predicted weights."""
     take_error_feedback(args)
     require_predictions(args, weights, choice_of(args).name)
     mode = args.pipeline_2bw_provisional
@@ -366,7 +373,7 @@ def _predictions(args: Arguments, weights: WeightPolicy) -> None:
 
 
 def _updates_alone(args: Arguments) -> None:
-    """Refuse what stages that update independently exclude."""
+    """Refuse flags that do not work with stages that update independently."""
     if args.clip_grad > 0:
         raise ValueError(
             f"{choice_of(args).flag} updates each stage by itself, so there is no global norm to "
