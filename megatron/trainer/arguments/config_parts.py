@@ -1,14 +1,12 @@
-"""The parts of a Hugging Face model's `config.json`, each with the flags that say it.
+"""The parts of a Hugging Face model's `config.json`, each with the flags that correspond to it.
 
 Problem: a configuration has dozens of keys, and a key that is read wrongly, or not at all, changes the numbers
-silently. With a rotary base of 10,000 in place of its 1,000,000, Mixtral's logits differ by 1.5%, and nothing
-complains.
+silently. With a rotary base of 10,000 instead of 1,000,000, Mixtral's logits differ by 1.5%, and nothing reports it.
 
-Solution: a family of models (`model_families`) has a part for each key that says something of the model. A part reads
-its keys as values of flags and writes them back. A key that changes the model must be there: no default of
-transformers is assumed, but for keys that are newer than files without them, where absence means that a thing is off.
-Keys without influence on a trained model are listed. Every other key, and every value that no flag says, is an error
-(`hugging_face`).
+Solution: a family of models (`model_families`) has a part for each key that describes the model. A part converts its
+keys to values of flags and back. A key that changes the model must be present: no default of transformers is assumed,
+except for keys that are newer than some files; there, absence means that the feature is off. Keys without influence on
+a trained model are listed. Every other key, and every value that no flag expresses, is an error (`hugging_face`).
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ Facts = dict[str, object]
 
 
 class Part(ABC):
-    """A part of a configuration: the keys `names`."""
+    """A part of a configuration, made of the keys `names`."""
 
     names: tuple[str, ...]
 
     @abstractmethod
     def read(self, config: Mapping[str, object]) -> Facts:
-        """The values of flags that the keys mean. Raises ValueError for a missing key, or a value that no flag has."""
+        """Convert the keys to flags. Raises ValueError for a missing key, or for a value that no flag expresses."""
 
     @abstractmethod
     def write(self, facts: Facts) -> dict[str, object]:
-        """The keys with the values that mean these flags."""
+        """Convert flags to the keys."""
 
 
 def present(config: Mapping[str, object], names: Iterable[str], remedy: str = "write it into config.json") -> object:
-    """The value of the first of these keys that is there. Raises ValueError where none is."""
+    """The value of the first of the keys `names` that is present and not null. Raises ValueError if there is none."""
     names = tuple(names)
     for name in names:
         if config.get(name) is not None:
@@ -62,7 +60,8 @@ def truth(name: str, value: object) -> bool:
 
 
 def shared_width(config: Mapping[str, object], *names: str) -> int:
-    """The hidden size over the number of heads, whose keys are `names`. Raises ValueError if it is not whole."""
+    """Hidden size / number of heads, from the two keys `names`. Raises ValueError if the division leaves a
+    remainder."""
     width, heads = (number(name, present(config, [name]), int) for name in names)
     if not heads or width % heads:
         raise ValueError(
@@ -77,13 +76,13 @@ def head_dim(config: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True)
 class Number(Part):
-    """A key that is the value of a flag.
+    """A key that gives the value of flags.
 
     Attributes:
-        key, also: the key, and other names of it in older or newer files.
+        key, also: the key, and its other names in older or newer files.
         dests: the destinations that have this value.
-        absent: configuration -> the value of a missing or null key.
-        neutral: what is written where the flag is not given.
+        absent: configuration -> the value of a missing or null key; None: the key must be present.
+        neutral: the value to write if the flag is not given.
     """
 
     key: str
@@ -114,11 +113,11 @@ class Number(Part):
 
 @dataclass(frozen=True)
 class Only(Part):
-    """A key of which only some values can be used; the first of them is written.
+    """A key with few supported values; the first one is written.
 
     Attributes:
-        absent: it may be missing, which means the first value.
-        reason: why no other value.
+        absent: whether the key may be missing, which means the first value.
+        reason: why other values are not supported.
     """
 
     key: str
@@ -144,7 +143,7 @@ class Only(Part):
 
 @dataclass(frozen=True)
 class Switch(Part):
-    """A key that turns a flag on or off. `inverted`: the flag is on where the key is false."""
+    """A key that turns a flag on or off. `inverted`: the flag is on if the key is false."""
 
     key: str
     dest: str
@@ -167,10 +166,10 @@ class Switch(Part):
 
 @dataclass(frozen=True)
 class WidthOfHeads(Part):
-    """The heads share the hidden size; no key says how wide one is.
+    """Heads that divide the hidden size equally; no key gives the width of a head.
 
     Attributes:
-        width, heads: keys of the hidden size, and of the number of heads.
+        width, heads: the keys of the hidden size and of the number of heads.
     """
 
     width: str = "hidden_size"
@@ -185,7 +184,7 @@ class WidthOfHeads(Part):
 
 
 class KeyValueHeads(Part):
-    """The number of heads of keys and values."""
+    """The number of key-value heads."""
 
     names = ("num_key_value_heads",)
 
@@ -200,7 +199,7 @@ class KeyValueHeads(Part):
 
 
 class Gelu(Part):
-    """GPT-2's activation. megatron.core has the tanh approximation in its fusion with the bias alone."""
+    """GPT-2's activation. megatron.core has the tanh approximation only in its fusion with the bias."""
 
     names = ("activation_function",)
 
@@ -217,16 +216,16 @@ class Gelu(Part):
 
 
 _FEED_FORWARDS = {"relu": ("relu", False, "relu"), "gated-gelu": ("gated_gelu", True, "gelu_new")}
-"""Value of `feed_forward_proj` -> the flag, and the values of the keys that transformers makes of it."""
+"""Value of `feed_forward_proj` -> the flag, and the values of the keys that transformers derives from it."""
 
 
 class FeedForward(Part):
-    """A T5's activation. transformers also writes the keys that it derives from this one."""
+    """A T5's activation. transformers also writes the keys that it derives from `feed_forward_proj`."""
 
     names = ("feed_forward_proj", "is_gated_act", "dense_act_fn")
 
     def read(self, config: Mapping[str, object]) -> Facts:
-        value = config.get(self.names[0], "relu")  # files of the first T5 do not have the key
+        value = config.get(self.names[0], "relu")  # files of the original T5 do not have the key
         if not isinstance(value, str) or value not in _FEED_FORWARDS:
             raise ValueError(f"feed_forward_proj is {shown(value)}, and flags say {' and '.join(_FEED_FORWARDS)} alone")
         flag, *made = _FEED_FORWARDS[value]
@@ -240,9 +239,9 @@ class FeedForward(Part):
 
 
 class HeadOfT5(Part):
-    """A T5's head: the embedding, with a scaled input, or one of its own.
+    """A T5's output layer: the embedding with a scaled input, or an untied layer.
 
-    Newer versions of transformers write `tie_word_embeddings` true for both, and another key that tells them apart.
+    Newer versions of transformers write `tie_word_embeddings` true for both, and another key that distinguishes them.
     """
 
     names = ("tie_word_embeddings", "scale_decoder_outputs")
@@ -252,7 +251,7 @@ class HeadOfT5(Part):
         for name, value in zip(self.names, (tied, scaled), strict=True):
             if value is not None:
                 truth(name, value)
-        tied = tied is not False  # files of the first T5 do not have the key
+        tied = tied is not False  # files of the original T5 do not have the key
         scaled = tied if scaled is None else scaled
         if scaled and not tied:
             raise ValueError(
@@ -266,7 +265,7 @@ class HeadOfT5(Part):
 
 
 class Stacks(Part):
-    """The layers of an encoder, and of a decoder, which has as many unless its key says otherwise."""
+    """The layers of an encoder and of a decoder; the decoder has as many as the encoder unless its key differs."""
 
     names = ("num_layers", "num_decoder_layers")
 
@@ -286,7 +285,7 @@ class Stacks(Part):
 
 
 class DenseBefore(Part):
-    """The first layers have no experts."""
+    """The number of first layers that have no experts."""
 
     names = ("first_k_dense_replace", "moe_layer_freq")
 
@@ -308,7 +307,7 @@ class DenseBefore(Part):
 
 
 class SharedExperts(Part):
-    """Experts that every token passes; here they are one wide expert. Read after the width of an expert."""
+    """Experts that process every token; flags make them one wide expert. Read after the width of an expert."""
 
     names = ("n_shared_experts",)
 
@@ -326,14 +325,14 @@ class SharedExperts(Part):
 
 @dataclass(frozen=True)
 class GroupsOfExperts(Part):
-    """Groups of experts, of which a token takes some.
+    """Groups of experts; a token takes experts from some of the groups only.
 
-    megatron.core rates a group by its best experts: the mean number that a token takes of a group. DeepSeek-V3 rates a
-    group by its best two experts, DeepSeek-V2 by the best one.
+    megatron.core scores a group by its best experts, as many as a token takes per group on average. DeepSeek-V3 scores
+    a group by its best two experts, DeepSeek-V2 by the best one.
 
     Attributes:
-        rated_by: how many experts of a group rate it.
-        method: the value of `topk_method` with which groups are used; None: it always is.
+        rated_by: the number of a group's experts that score the group in this family.
+        method: the value of `topk_method` that turns groups on; None: they are always on.
     """
 
     rated_by: int
@@ -367,8 +366,7 @@ class GroupsOfExperts(Part):
 
 
 class Normalized(Part):
-    """Sigmoid scores of the chosen experts are divided by their sum, which megatron.core does where there are two or
-    more."""
+    """Division of the chosen experts' sigmoid scores by their sum; megatron.core divides if there are two or more."""
 
     names = ("norm_topk_prob",)
 

@@ -1,4 +1,4 @@
-"""The families of Hugging Face's models that can be converted, as rows of what their `config.json` says."""
+"""The families of Hugging Face models that can be converted, each with the parts of its `config.json`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from megatron.trainer.arguments.config_parts import (
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models of one `model_type`.
+    """The models of one `model_type`.
 
     Attributes:
-        model: transformers' class of the model with a head for text.
+        model: transformers' class of the model with a language modeling head.
         parts: the parts of a configuration.
-        fixed: values of flags that all models of the family have.
-        free: flags that take the configuration's value unless the command line gives another, since that changes no
-            weight and no meaning of one.
+        fixed: values of flags that all models of the family share.
+        free: flags that the command line may set differently from the configuration, since they change neither the
+            weights nor their meaning.
         no_effect: further keys without influence on a trained model.
-        architecture: the architecture of the program that trains it.
+        architecture: the architecture of the program that trains the model.
     """
 
     model: str
@@ -56,7 +56,7 @@ NO_EFFECT = (
     "problem_type", "finetuning_task", "_attn_implementation_autoset", "auto_map", "use_bfloat16", "torchscript",
     "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "tokenizer_class", "prefix", "pretraining_tp",
 )  # fmt: skip
-"""Keys that no trained model's numbers depend on, in training or evaluation of the whole model."""
+"""Keys on which a trained model's numbers do not depend, in training or evaluation of the whole model."""
 
 
 _SILU = Only(
@@ -188,7 +188,7 @@ def _t5(model: str, *parts: Part, **fixed: object) -> Family:
             Number("vocab_size", ("vocab_size",)),
             Number("relative_attention_num_buckets", ("relative_attention_num_buckets",)),
             Number("relative_attention_max_distance", ("relative_attention_max_distance",),
-                   absent=lambda config: 128),  # of all T5s before they had the key
+                   absent=lambda config: 128),  # the value of all T5s that are older than the key
             Number("layer_norm_epsilon", ("norm_epsilon",), float),
             Number("dropout_rate", ("hidden_dropout", "attention_dropout"), float),
             *parts,
@@ -316,7 +316,7 @@ FAMILIES: dict[str, Family] = {
         gated_gelu=True, untie_embeddings_and_output_weights=True,
     ),
 }  # fmt: skip
-"""By `model_type`."""
+"""`model_type` -> family."""
 
 _ROBERTA = (
     "its positions begin behind the padding's number, and its tokenizer is not one of pretrain_bert.py's; such a model "

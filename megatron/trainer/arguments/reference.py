@@ -1,4 +1,4 @@
-"""Writes the pages of flags from the flag records: `python -m megatron.trainer.arguments.reference docs`."""
+"""The generator of the documentation pages of flags: `python -m megatron.trainer.arguments.reference docs`."""
 
 import sys
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def _cell(text: str) -> str:
 
 
 def flags() -> str:
-    """The page of the flags that are taken, as Markdown."""
+    """The page of the supported flags, as Markdown."""
     lines = [
         "# Flags",
         "",
@@ -70,7 +70,7 @@ def flags() -> str:
 
 
 def of_megatron_lm() -> str:
-    """The page of Megatron-LM's flags that are not taken, as Markdown: a row for each reason."""
+    """The page of Megatron-LM's unsupported flags, as Markdown: one row for each reason."""
     lines = [
         "# Megatron-LM's flags",
         "",

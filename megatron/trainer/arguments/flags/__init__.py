@@ -1,1 +1,1 @@
-"""The flags, as data, and the parser that is made of them."""
+"""The flags as data, and the parser that is made from them."""

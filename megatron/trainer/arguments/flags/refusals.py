@@ -1,12 +1,12 @@
 """Flags of Megatron-LM that do nothing here: each is refused by name, or accepted without effect.
 
-Problem: Megatron-LM has over 800 flags, and a script that works there may carry any of them. A flag that is unknown
-here tells its user nothing: neither whether the training is another one without it, nor what to do.
+Problem: Megatron-LM has over 800 flags, and a script that works there may use any of them. An error about an unknown
+flag does not tell the user whether training would differ without the flag, nor what to do.
 
-Solution: a flag that would change the training is refused, with what to do instead; a flag that changes neither the
-training nor its outputs is accepted and noted once. Such flags stand in two tables of text. The flags of
-`megatron_lm_in_help.txt` become records, as the flags that work, and `--help` shows them. `megatron_lm.txt` has all
-others, and is read when a command line has a flag that argparse does not know.
+Solution: a flag that would change training is refused, with a remedy. A flag that changes neither training nor its
+outputs is accepted and noted once. Two text tables list these flags. The flags of `megatron_lm_in_help.txt` become
+records, like the flags that work, and `--help` shows them. `megatron_lm.txt` has all other flags, and is read only when
+a command line has a flag that argparse does not know.
 """
 
 import shlex
@@ -23,7 +23,7 @@ _ROLES = {"--overlap-moe-expert-parallel-comm": Role.PRICED}
 
 
 def _rows(table: str) -> Iterator[tuple[str, str, str, list[str]]]:
-    """(what becomes of it, the reason, its name, the words behind that) of each flag of a table, in its order."""
+    """Yield ("refused" or "without effect", reason, name, words after the name) for each flag of a table, in order."""
     for line in Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines():
         if line.startswith((_REFUSED, _WITHOUT_EFFECT)):
             what, _, reason = line.partition(": ")
@@ -32,8 +32,10 @@ def _rows(table: str) -> Iterator[tuple[str, str, str, list[str]]]:
 
 
 def by_flag(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each word that begins with `--`, without the `=` and what stands behind it, and the words up to the next one;
-    words before the first flag have the name ''."""
+    """Yield (name, values) for each flag in `words`; words before the first flag have the name ''.
+
+    A name begins with `--` and ends before any `=`; the rest of its word is its first value.
+    """
     name, values = "", []
     for word in words:
         if not word.startswith("--"):
@@ -55,8 +57,10 @@ def _records(wanted: str) -> tuple[Flag, ...]:
 
 
 def _record(what: str, reason: str, name: str, words: Sequence[str]) -> Flag:
-    """The record of a flag. `words`: the kind of its value, its default, and further values that ask for nothing; a
-    switch has no words."""
+    """The record of a flag.
+
+    `words`: the kind of its value, its default, and further values that ask for nothing; a switch has no words.
+    """
     kind, *values = words or [""]
     read, takes_several = _KINDS.get(kind.removesuffix("+"), str), kind.endswith("+")
     default, *neutral = [None if each == "-" else read(each) for each in values] or [None]
@@ -80,7 +84,7 @@ def _record(what: str, reason: str, name: str, words: Sequence[str]) -> Flag:
 
 
 def refused(flag: str, reason: str) -> Flag:
-    """The record of a refused flag, written with its kind and its values as in a table, such as `--partitions N 1`."""
+    """The record of a refused flag that is written as in a table, such as `--partitions N 1`."""
     name, *words = shlex.split(flag)
     return _record(_REFUSED, reason, name, words)
 
@@ -96,14 +100,20 @@ IGNORED = Group(
 )
 
 
-# --- all others -------------------------------------------------------------------------------------------------------
+# --- the other flags --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A flag of the table. `kind`: what its value is, None for a switch; `several`: whether it takes more than one;
-    `default`: Megatron-LM's, which asks for nothing; `refused`: whether it changes what is trained; `reason`: why it is
-    refused, with the remedy, or why it has no effect."""
+    """A flag of `megatron_lm.txt`.
+
+    Attributes:
+        kind: the kind of its value; None for a switch.
+        several: whether it takes several values.
+        default: Megatron-LM's default, which asks for nothing.
+        refused: whether it would change training.
+        reason: why it is refused, with the remedy, or why it has no effect.
+    """
 
     name: str
     kind: str | None
@@ -113,11 +123,11 @@ class Elsewhere:
     reason: str
 
     def takes(self, words: Sequence[str]) -> int:
-        """How many of the words behind the flag are its values."""
+        """The number of the words after the flag that are its values."""
         return 0 if self.kind is None else len(words) if self.several else min(len(words), 1)
 
     def asks(self, values: Sequence[str]) -> bool:
-        """Whether these values ask for something. Raises ValueError with a sentence about an invalid one."""
+        """Whether these values ask for something. Raises ValueError with a sentence about an invalid value."""
         if self.kind is None:
             return True
         if not values:
@@ -125,13 +135,13 @@ class Elsewhere:
         read = _KINDS[self.kind]
         try:
             return [read(value) for value in values] != ([] if self.default is None else [read(self.default)])
-        except Exception as error:  # argparse's own type, which would be named in the annotation only
+        except Exception as error:  # argparse's own error type has no public name
             raise ValueError(f"{self.name}: {error}") from None
 
 
 @cache
 def table() -> dict[str, Elsewhere]:
-    """All flags of the table by name, in its order."""
+    """All flags of `megatron_lm.txt` by name, in the table's order."""
     flags = {}
     for what, reason, name, words in _rows("megatron_lm.txt"):
         kind, default = (*words, None, None)[:2]

@@ -1,10 +1,10 @@
-"""Values that several flags give together: batch sizes, and the layout of layers. No torch.
+"""Values that several flags give together: batch sizes, and the layout of layers. Imports no torch at first.
 
-The size of the next batch is constant, growing (`--rampup-batch-size`), or from a list of steps
-(`--step-batch-size-schedule`). The arithmetic is Megatron's: over RAMPUP samples the batch grows from START to the
-global batch size in equal steps of INCREMENT samples, each held for the same number of samples; or each step holds from
-its number of tokens on. The size is a pure function of the consumed samples, so a resumed run continues where it
-stopped.
+The size of a batch is constant, grows (`--rampup-batch-size`), or follows a list of steps
+(`--step-batch-size-schedule`). The arithmetic is Megatron's. In a ramp-up the batch grows over SAMPLES samples from
+START to the global batch size, in equal steps of INCREMENT samples, each held for the same number of samples. In a
+list, each step holds from its number of tokens on. The size is a pure function of the consumed samples, so a resumed
+run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """(first sample, batch size) of each step of "TOKENS:SIZE TOKENS:SIZE ...", in one word or several, in any order.
+    """Parse "TOKENS:SIZE TOKENS:SIZE ...", in one word or several, in any order; return (first sample, batch size)
+    pairs.
 
-    Raises ValueError where the text is no such list, or its tokens do not rise from 0.
+    Raises ValueError if the text is no such list, or if its tokens do not rise from 0.
     """
     entries = " ".join(words).replace(",", " ").split()
     if not entries:
@@ -56,25 +57,25 @@ def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, in
 
 
 def _number(text: str) -> int | None:
-    """The number as Megatron-LM reads it (1.5K, 2.4B, 2.4e9, .5B), rounded down; None where it is none."""
+    """A number as Megatron-LM reads it (1.5K, 2.4B, 2.4e9, .5B), rounded down; None for other text."""
     match = _NUMBER.fullmatch(text)
     return match and int(float(match["number"]) * _UNITS[match["unit"].upper()])
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Sizes of all batches of a run.
+    """The sizes of all batches of a run.
 
     Args:
         global_batch_size: samples in a batch over all replicas, after the ramp-up or the last step.
         samples_per_microbatch: microbatch size x data parallel size.
         rampup: (start, increment, samples) or None.
-        steps: (first sample, size) of each step, as of `parse_steps`, instead of a ramp-up.
-        round_down: shrink a batch to a multiple of `samples_per_microbatch` instead of refusing it.
-        may_resume: the run may go on from a checkpoint behind the first steps, which then may not divide, since they
-            are over; `check_from` refuses a run that begins before.
+            steps: (first sample, size) of each step, from `parse_steps`, instead of a ramp-up.
+            round_down: shrink a batch to a multiple of `samples_per_microbatch` instead of refusing it.
+            may_resume: the run may continue from a checkpoint after the first steps. Sizes of past steps need not be
+                divisible by `samples_per_microbatch`; `check_from` refuses a run that starts before such a step ends.
 
-    Raises ValueError where a size does not divide.
+        Raises ValueError for a size that is not divisible by `samples_per_microbatch`.
     """
 
     global_batch_size: int
@@ -114,18 +115,18 @@ class BatchSizes:
         return size >= self.samples_per_microbatch and (self.round_down or size % self.samples_per_microbatch == 0)
 
     def check_from(self, consumed_samples: int) -> None:
-        """Raises ValueError where a step that is not over after `consumed_samples` does not divide."""
+        """Raise ValueError if the size of a step that has not ended after `consumed_samples` is not divisible."""
         ends = [first for first, _ in self.steps[1:]] + [float("inf")]
         for (_, size), end in zip(self.steps, ends, strict=False):
             if end > consumed_samples:
                 self._check(size)
 
     def sizes_of_the_past(self) -> list[int]:
-        """Sizes of steps that do not divide; such steps must be over when the run begins."""
+        """The sizes of steps that are not divisible; such steps must have ended when the run starts."""
         return list(dict.fromkeys(size for _, size in self.steps if not self._divides(size)))
 
     def all_sizes(self) -> list[int]:
-        """The sizes that occur, in order, before rounding; without those that have to be over."""
+        """The sizes that occur, in order, before rounding, without those of steps that must have ended."""
         if self.steps:
             past = self.sizes_of_the_past() if self.may_resume else ()
             return list(dict.fromkeys(size for _, size in self.steps if size not in past))
@@ -135,17 +136,17 @@ class BatchSizes:
         return list(range(start, self.global_batch_size + 1, increment))
 
     def all_num_microbatches(self) -> list[int]:
-        """The numbers of microbatches (of one replica) that occur, in order."""
+        """The numbers of microbatches per replica that occur, in order."""
         return [size // self.samples_per_microbatch for size in self.all_sizes()]
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Microbatches (of one replica) of the batch that starts after `consumed_samples`."""
+        """The microbatches per replica in the batch that starts after `consumed_samples`."""
         return self._nominal(consumed_samples) // self.samples_per_microbatch
 
     def num_samples(self, consumed_samples: int) -> int:
-        """Samples over all replicas of the batch that starts after `consumed_samples`."""
+        """The samples over all replicas in the batch that starts after `consumed_samples`."""
         if not self.round_down:
-            return self._nominal(consumed_samples)  # also of a step that is over, whatever it was cut into then
+            return self._nominal(consumed_samples)  # also for a past step, whatever its microbatches were
         return self.num_microbatches(consumed_samples) * self.samples_per_microbatch
 
     def _nominal(self, consumed_samples: int) -> int:
@@ -160,7 +161,7 @@ class BatchSizes:
         return min(start + int(consumed_samples / (samples / num_steps)) * increment, self.global_batch_size)
 
     def _growing(self) -> Iterator[tuple[int, int]]:
-        """(iterations, samples) before each batch until the size stays the same."""
+        """Yield (iterations, samples) before each batch, until the size no longer changes."""
         consumed = iteration = 0
         yield 0, 0
         last = self.steps[-1][0] - 1 if self.steps else self.rampup[2] if self.rampup else -1
@@ -170,7 +171,7 @@ class BatchSizes:
             yield iteration, consumed
 
     def samples_after(self, num_iterations: int) -> int:
-        """Samples that the first `num_iterations` batches consume."""
+        """The samples that the first `num_iterations` batches consume."""
         iteration = consumed = 0
         for iteration, consumed in self._growing():
             if iteration == num_iterations:
@@ -178,7 +179,7 @@ class BatchSizes:
         return consumed + (num_iterations - iteration) * self.num_samples(consumed)
 
     def iterations_for(self, num_samples: int) -> int:
-        """Whole batches that `num_samples` samples suffice for."""
+        """The number of whole batches for which `num_samples` samples suffice."""
         iteration = consumed = 0
         for next_iteration, next_consumed in self._growing():
             if next_consumed > num_samples:
@@ -198,15 +199,15 @@ def parse_layout(
     placement: Callable[[int, int], Sequence[int]],
     num_further: int | None = None,
 ) -> PipelineParallelLayerLayout:
-    """What megatron.core reads from `text`, for a pipeline of `num_ranks` ranks and a model of `num_layers` layers.
+    """Parse a layout into megatron.core's, for a pipeline of `num_ranks` ranks and a model of `num_layers` layers.
 
-    `placement`, of `PLACEMENTS`, says which rank holds which stage. `num_further`: layers of multi-token prediction;
+    `placement`, of `PLACEMENTS`, maps stages to ranks. `num_further`: the number of multi-token prediction layers;
     None: there are none.
 
     Raises:
-        ValueError: a letter that it does not know, a number of stages that the ranks do not divide, or not exactly
-            the embedding at the beginning, `num_layers` layers, the further ones in one stage, and the loss at the end;
-            a rank with nothing at all.
+        ValueError: the layout has an unknown letter, a number of stages that `num_ranks` does not divide, or a rank
+            that holds nothing; or it does not have exactly the embedding at the beginning, `num_layers` layers, the
+            multi-token prediction layers in one stage, and the loss at the end.
     """
     from megatron.core.transformer.enums import LayerType  # imports torch
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

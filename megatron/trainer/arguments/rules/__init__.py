@@ -1,1 +1,1 @@
-"""Which values fit together, a file for each subject; the package above has the order."""
+"""Rules about which values fit together, one file per subject; the package above defines their order."""
