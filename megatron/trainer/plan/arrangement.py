@@ -65,7 +65,7 @@ from megatron.trainer.plan import from_flags
 class Outlook:
     """Simulated seconds of a batch without and with a change.
 
-    `missed`: the arrangement that the user asked for and that is impossible, or None.
+    `missed`: a clause about an arrangement that the user asked for and that is impossible; None without one.
     """
 
     before: float

@@ -1,4 +1,4 @@
-"""Rules of attention other than the usual: latents (MLA), windows, sinks, YaRN, and clamped gates."""
+"""Rules of special attention: latents (MLA), sliding windows, softmax sinks, YaRN, and clamped gates."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _FLAGS = {flag.dest: flag for flag in ATTENTION.flags}
 
 
 def attention(args: Arguments) -> Iterator[str]:
-    """Check the flags, and make numbers of `window_size` and `window_attn_skip_freq`."""
+    """Check the flags, and convert `window_size` and `window_attn_skip_freq` to numbers. Yields notes."""
     _latents(args)
     _yarn(args)
     _windows(args)
@@ -66,7 +66,7 @@ def _latents(args: Arguments) -> None:
 
 
 def _yarn(args: Arguments) -> None:
-    for name in OF_YARN:  # Megatron-LM's checkpoints leave some to megatron.core
+    for name in OF_YARN:  # Megatron-LM's checkpoints leave some of them to megatron.core's defaults
         if getattr(args, name) is None:
             setattr(args, name, _FLAGS[name].default)
     if not uses_yarn(args):
@@ -148,7 +148,7 @@ def uses_yarn(args: Arguments) -> bool:
 
 
 def latents_of(args: Arguments) -> Latents | None:
-    """The latents of the flags, as the planner has them."""
+    """The planner's record of the latents; None without latent attention."""
     if not args.multi_latent_attention:
         return None
     return Latents(
@@ -161,7 +161,10 @@ def latents_of(args: Arguments) -> Latents | None:
 
 
 def windows_of(args: Arguments) -> Windows | None:
-    """The windows of the flags. Layers count from 1: with a number n, every n-th has no window."""
+    """The planner's record of the windows; None without windows.
+
+    If `window_attn_skip_freq` is a number n, every n-th layer, counted from 1, has no window.
+    """
     if args.window_size is None:
         return None
     pattern = args.window_attn_skip_freq
@@ -171,6 +174,6 @@ def windows_of(args: Arguments) -> Windows | None:
 
 
 def _given(args: Arguments, names: tuple[str, ...]) -> str | None:
-    """The first of the flags that the command line gave, if it gave one, and not its default."""
+    """The first of the flags `names` that the command line set to another value than the default; None without one."""
     found = (name for name in names if name in args.given and getattr(args, name) != _FLAGS[name].default)
     return next((_FLAGS[name].name for name in found), None)

@@ -1,4 +1,4 @@
-"""Rules of context parallelism: what ranks that share the sequences of a microbatch may train, and how."""
+"""Rules of context parallelism: which models may be trained with it, and how its ranks exchange keys and values."""
 
 from collections.abc import Callable, Iterator
 
@@ -24,7 +24,7 @@ def context(args: Arguments) -> None:
 
 
 def _queries(args: Arguments) -> int:
-    """The fewest heads of a tensor rank, of queries or of keys."""
+    """The fewest heads of queries or of keys on a tensor rank."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return min(groups, args.num_attention_heads) // args.tensor_model_parallel_size
 
@@ -34,12 +34,12 @@ def _positions(args: Arguments) -> str:
 
 
 def _channels(args: Arguments) -> int:
-    """The channels of a head of which `--rotary-percent` are rotated."""
+    """The channels of a head that may be rotated; `--rotary-percent` of them are."""
     return args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
 
 
 def _refusals(args: Arguments, size: int) -> Iterator[tuple[bool, str]]:
-    """(whether the flags ask for it, the reason and the remedy behind the flag's name)."""
+    """Yield (whether the flags ask for it, the text after the flag's name: reason and remedy) for each refusal."""
     tokens, queries, channels = args.seq_length // size, _queries(args), _channels(args)
     longest = args.yarn_original_max_position_embeddings
     yield (
@@ -83,7 +83,8 @@ def _refusals(args: Arguments, size: int) -> Iterator[tuple[bool, str]]:
 
 
 def context_of_engine(args: Arguments) -> None:
-    """Check that Transformer Engine's attention shares sequences as the flags say; they are for its layers."""
+    """Check that Transformer Engine's attention supports `--cp-comm-type` with these flags; its layers must be in
+    use."""
     kind = args.cp_comm_type[0]
     for what, is_asked in _OF_ENGINE.items():
         known = KNOWN_TO_ENGINE[what]
@@ -99,4 +100,4 @@ _OF_ENGINE: dict[str, Callable[[Arguments], bool]] = {
     "sinks": lambda args: args.softmax_type != "vanilla",
     "latents": lambda args: args.multi_latent_attention,
 }
-"""What an attention may have -> whether the flags ask for it."""
+"""Feature of attention -> whether the flags ask for it."""

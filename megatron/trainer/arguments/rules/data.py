@@ -1,4 +1,4 @@
-"""Rules about what is read: the data of language models, and the tokenizer."""
+"""Rules about the input: the data of language models, and the tokenizer."""
 
 import re
 
@@ -9,7 +9,7 @@ from megatron.trainer.files.indexed_files import notes_on_weights
 
 
 def data(args: Arguments) -> list[str]:
-    """Check the flags of the data; returns notes on prefixes that get a weight of 0."""
+    """Check the flags of the data; return notes on prefixes with weight 0."""
     if args.dataloader_type != "single":
         raise ValueError(
             f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
@@ -50,7 +50,7 @@ _REFUSALS_OF_CONVERSATIONS = {
 
 
 def conversations(args: Arguments) -> None:
-    """Check that flags fit sequences of several conversations."""
+    """Check that flags fit sequences of several conversations (`--sft`)."""
     if not args.sft:
         if args.tokenizer_type == "SFTTokenizer":
             raise ValueError("--tokenizer-type SFTTokenizer is that of --sft; add it, or use HuggingFaceTokenizer")
@@ -64,9 +64,12 @@ def conversations(args: Arguments) -> None:
 
 
 def split_shares(text: str) -> tuple[float, ...]:
-    """The shares of training, validation and test that --split names. Raises ValueError: megatron.core picks the digits
-    and points out of the text, so a sign or an exponent would change them."""
-    shares = [share.strip() for share in text.strip("'\"").split(",")]  # scripts' arrays leave quotes in their words
+    """The shares of training, validation and test in a value of --split.
+
+    Raises ValueError for text that is no list of shares: megatron.core picks digits and points out of the text, so a
+    sign or an exponent would change the shares.
+    """
+    shares = [share.strip() for share in text.strip("'\"").split(",")]  # scripts may leave quotes in the value
     if (
         len(shares) > 3
         or not all(re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", share) for share in shares)
@@ -80,7 +83,7 @@ def split_shares(text: str) -> tuple[float, ...]:
 
 
 def text(args: Arguments) -> None:
-    """Require a tokenizer of programs that read text."""
+    """Check the vocabulary size, and require a tokenizer if the program reads text."""
     rows, t = args.padded_vocab_size, args.tensor_model_parallel_size
     if "padded_vocab_size" in args.given and rows % t:
         raise ValueError(f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {t}; change one")
@@ -91,7 +94,7 @@ def text(args: Arguments) -> None:
 
 
 def tokenizer(args: Arguments) -> None:
-    """Require what a tokenizer needs, also of the tools that read text, which have no model."""
+    """Set `tokenizer_type`, and require the flags that it needs; also called by tools, which have no model."""
     if args.patch_tokenizer_type is not None and args.tokenizer_type is None:
         args.tokenizer_type = "HuggingFaceTokenizer"
     if args.tokenizer_type in ("PretrainedFromHF", "SFTTokenizer"):

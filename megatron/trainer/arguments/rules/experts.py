@@ -1,4 +1,4 @@
-"""Rules of mixtures of experts: the options of routers, and the options that go with experts."""
+"""Rules of mixtures of experts: the options of routers, and the options that fit experts."""
 
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size, num_replicas
@@ -9,7 +9,7 @@ DISPATCHERS = ("allgather", ALL_TO_ALL, FLEX)
 
 
 def experts(args: Arguments) -> None:
-    """Check the flags of experts, and make a pattern of `moe_layer_freq`. Without experts they ask for nothing."""
+    """Check the flags of experts, and parse `moe_layer_freq`. Without experts, these flags must ask for nothing."""
     args.num_experts = args.num_experts or None
     if args.num_experts is None:
         lone = next(
@@ -32,12 +32,13 @@ def experts(args: Arguments) -> None:
 
 
 def _is_neutral(args: Arguments, name: str) -> bool:
-    """Whether the flag asks for nothing: scripts for models without experts give degrees of 1."""
+    """Whether the flag asks for nothing: scripts for models without experts may give degrees of 1."""
     return name in ("expert_model_parallel_size", "expert_tensor_parallel_size") and getattr(args, name) == 1
 
 
 def counted_tokens(args: Arguments) -> None:
-    """Refuse routers that count tokens over a batch if the run counts none. Runs after the rules of schedules."""
+    """Refuse routers that count tokens over a batch if the run does not count them. Runs after the rules of
+    schedules."""
     if args.num_experts is None:
         return
     what = {
@@ -141,7 +142,7 @@ def _losses(args: Arguments) -> None:
 
 
 def _shared_out(args: Arguments) -> None:
-    """Check that ranks may share out experts."""
+    """Check the degrees of expert parallelism."""
     ep, t, cut = args.expert_model_parallel_size, args.tensor_model_parallel_size, expert_tensor_size(args)
     if args.num_experts % ep:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rules of FP8: which products can be in FP8, and what scales of earlier microbatches do not follow."""
+"""Rules of FP8: which layers can compute in FP8, and which features exclude FP8 or delayed scaling."""
 
 from megatron.planner.job.refusals import undivided_in_fp8
 from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size
@@ -9,7 +9,7 @@ from megatron.trainer.arguments.rules.stages import layer_split
 
 
 def fp8(args: Arguments) -> None:
-    """Refuse what does not go with FP8. Runs after the rules of schedules and stages."""
+    """Refuse flags that FP8 excludes. Runs after the rules of schedules and stages."""
     if args.fp8 is None:
         if args.moe_router_padding_for_quantization:
             raise ValueError("--moe-router-padding-for-quantization is for FP8; add --fp8-format, or leave it out")
@@ -34,7 +34,7 @@ def fp8(args: Arguments) -> None:
 
 
 def _pipeline(args: Arguments, flag: str) -> None:
-    """Refuse what moves or counts activations, which would take weights in FP8 for them, and what moves layers."""
+    """Refuse flags that move or count activations, which would include FP8 weights, and flags that move layers."""
     choice = choice_of(args)
     for name, is_asked, reason in (
         (choice.flag, choice.residency is not None, "weights that come from the host are cast anew each time"),

@@ -1,4 +1,4 @@
-"""Rules about training that freezes layers: `--freeze-training`."""
+"""Rules about training that freezes layers (`--freeze-training`) or changes the pipeline (`--elastic-pipeline`)."""
 
 import math
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipel
 def flags(args: Arguments) -> None:
     """Check that the flags of freezing fit together.
 
-    Fills `changes`: whether the pipeline may change while it trains; `arrangement`, and `frozen_stages`: the pipeline's
-    once it has changed, None until then; `elastic_schedule` and `elastic_micro_batch_size`: numbers.
+    Sets `changes`: whether the pipeline may change during training; `arrangement` and `frozen_stages`: those of a
+    changed pipeline, None until then; `elastic_schedule` and `elastic_micro_batch_size`: tuples of numbers.
     """
     args.frozen_stages = args.arrangement = None
     args.changes = args.freeze_training or args.elastic_pipeline
@@ -46,7 +46,7 @@ def flags(args: Arguments) -> None:
     _without_effect(args)
     if args.freeze_training:
         make_rule(args)
-    if args.freeze_watch_validation is not None and args.eval_iters == 0:  # before a classifier's are filled in
+    if args.freeze_watch_validation is not None and args.eval_iters == 0:  # checked before a classifier's are filled in
         raise ValueError(
             f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and with --eval-iters 0 "
             "there are none; raise the latter, or leave the former out"
@@ -57,7 +57,7 @@ def flags(args: Arguments) -> None:
 
 
 def _without_effect(args: Arguments) -> None:
-    """Raise ValueError for a flag that nothing would read."""
+    """Raise ValueError for a flag that no code would read."""
     if args.freeze_schedule is not None and args.freeze_rule == "gradients":
         raise ValueError(
             f"--freeze-schedule {args.freeze_schedule} has no say with --freeze-rule gradients; leave one of them out"
@@ -73,7 +73,7 @@ def _without_effect(args: Arguments) -> None:
 
 
 def _cache(args: Arguments) -> None:
-    """Refuse what an activation cache cannot hold."""
+    """Refuse an activation cache for samples that do not repeat."""
     if args.architecture not in CLASSIFIERS:
         raise ValueError(
             f"--activation-cache {args.activation_cache}: the samples of this program do not come again (an index of "
@@ -85,7 +85,7 @@ def _cache(args: Arguments) -> None:
 
 
 def _sizes(args: Arguments) -> tuple[int, ...]:
-    """The sizes that --elastic-schedule lists."""
+    """Parse --elastic-schedule: the number of ranks of the pipeline after each interval."""
     text, most = args.elastic_schedule, args.pipeline_model_parallel_size
     num_ranks = most * args.data_parallel_size
     sizes = _numbers("--elastic-schedule", text, "ranks; give such as 4,2,1")
@@ -99,12 +99,12 @@ def _sizes(args: Arguments) -> tuple[int, ...]:
 
 
 def _micro_batch_sizes(args: Arguments) -> tuple[int, ...]:
-    """The sizes that --elastic-micro-batch-size lists."""
+    """Parse --elastic-micro-batch-size: the samples of a microbatch after each interval."""
     return _numbers("--elastic-micro-batch-size", args.elastic_micro_batch_size, "samples; give such as 2,4,8", least=1)
 
 
 def _numbers(flag: str, text: str, what: str, *, least: float = -math.inf) -> tuple[int, ...]:
-    """The whole numbers, of at least `least`, that a flag lists. Raises ValueError, which ends in `what`."""
+    """The whole numbers of at least `least` that a flag lists. Raises ValueError whose text ends in `what`."""
     with suppress(ValueError):
         found = tuple(map(int, text.split(",")))
         if min(found) >= least:
@@ -113,7 +113,7 @@ def _numbers(flag: str, text: str, what: str, *, least: float = -math.inf) -> tu
 
 
 def _grows(args: Arguments) -> None:
-    """Check what a growing batch requires."""
+    """Check the requirements of a batch that grows with the number of replicas."""
     if args.train_samples is None:
         raise ValueError(
             "--elastic-batch grow changes how many iterations a run has; say its end with --train-samples, not "
@@ -127,7 +127,7 @@ def _grows(args: Arguments) -> None:
 
 
 def _embeddings_and_weights(args: Arguments, asked: str) -> None:
-    """Refuse what cannot be combined with freezing, in the words of its flags."""
+    """Refuse flags that freezing excludes."""
     preset = choice_of(args)
     name = preset.flag
     v = args.virtual_pipeline_model_parallel_size
@@ -149,7 +149,7 @@ def _embeddings_and_weights(args: Arguments, asked: str) -> None:
 
 
 def make_rule(args: Arguments) -> FreezeRule:
-    """The rule that `args` ask for. Raises ValueError for settings that it cannot use."""
+    """Make the freezing rule of `args`. Raises ValueError for settings that the rule cannot use."""
     text = args.freeze_schedule
     counts = () if text is None else _numbers("--freeze-schedule", text, "layers; give such as 0,4,6")
     try:
@@ -160,8 +160,10 @@ def make_rule(args: Arguments) -> FreezeRule:
 
 
 def schedules(args: Arguments) -> None:
-    """Check that the schedule accepts every batch size of the run wherever the frozen prefix ends, and that the listed
-    numbers of ranks and microbatch sizes divide each batch."""
+    """Check that the schedule accepts every batch size of the run, wherever the frozen layers end.
+
+    The listed numbers of ranks and microbatch sizes must divide each batch, too.
+    """
     if args.elastic_pipeline and args.decrease_batch_size_if_needed:
         raise ValueError(
             "--elastic-pipeline: --decrease-batch-size-if-needed would let the batch shrink with the pipeline; leave "
@@ -180,7 +182,7 @@ def schedules(args: Arguments) -> None:
 
 
 def intervals(args: Arguments) -> list[str]:
-    """The rule of --freeze-interval: returns a note if training ends before the first decision."""
+    """Check --freeze-interval: return a note if training ends before the first decision."""
     if not args.changes or args.skip_train:
         return []
     first = args.freeze_start + args.freeze_interval
@@ -194,7 +196,7 @@ def intervals(args: Arguments) -> list[str]:
 
 
 def of_interval(numbers: tuple[int, ...], interval: int) -> int:
-    """The number that a list gives for interval 1, 2, ...; the last one holds from there on."""
+    """The number that a list gives for interval 1, 2, ...; the last number holds from its interval on."""
     return numbers[min(interval, len(numbers)) - 1]
 
 
@@ -215,6 +217,6 @@ def _lists_by_hand(args: Arguments) -> None:
 
 
 def _all_borders(num_ranks: int) -> Iterator[Stages]:
-    """The stages of a pipeline with any border, as if each rank had two layers."""
+    """The stages of a pipeline for every possible number of frozen layers, if each rank has two layers."""
     for num_frozen in range(1, 2 * num_ranks):
         yield stages_of((2,) * num_ranks, num_frozen)

@@ -1,4 +1,4 @@
-"""Rules of runs that go on without the ranks that they lose: `--go-on-without-lost-ranks`."""
+"""Rules of runs that continue without lost ranks: `--go-on-without-lost-ranks`."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from megatron.trainer.arguments.flags.config import choice_of, ranks_of_place
 from megatron.trainer.arguments.flags.specification import Arguments
 
 _Row = tuple[Callable[[Arguments], object], str, str]
-"""Whether the row applies, what the flags ask for, and why a run with it cannot go on without a rank."""
+"""Whether the row applies, the feature that the flags ask for, and why a run with it cannot continue without a rank."""
 
 _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),
@@ -43,7 +43,7 @@ _REFUSED: tuple[_Row, ...] = (
 
 
 def lost_ranks(args: Arguments) -> None:
-    """Refuse the flags that do not go with a run that goes on without lost ranks."""
+    """Refuse flags that exclude a run that continues without lost ranks."""
     if args.redundant_optimizer and not args.use_distributed_optimizer:
         raise ValueError(
             "--redundant-optimizer keeps copies of shards, and without --use-distributed-optimizer each replica has "
@@ -59,5 +59,5 @@ def lost_ranks(args: Arguments) -> None:
 
 
 def refusal(args: Arguments) -> str | None:
-    """Return why a run of `args` cannot go on without a lost rank; None if it can."""
+    """The reason why a run of `args` cannot continue without a lost rank; None if it can."""
     return next((f"a run with {what} {why}" for applies, what, why in _REFUSED if applies(args)), None)

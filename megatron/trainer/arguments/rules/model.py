@@ -1,4 +1,4 @@
-"""Rules about the network's shape, precision, recomputation, and where the ranks go."""
+"""Rules about the network's shape, precision, recomputation, and the placement of ranks."""
 
 from megatron.planner.job.configuration import layout_text
 from megatron.trainer.arguments.flags.parser import PROGRAMS
@@ -21,11 +21,11 @@ _OTHER_LAYERS = {
 _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sft", "use_rope_scaling", "load_hf",
                   "elastic_pipeline", "freeze_training", "num_layer_list", "pipeline_model_parallel_layout",
                   "window_attn_skip_freq", "fp8", "first_last_layers_bf16", "residual_from_norm")  # fmt: skip
-"""Flags that a HybridModel is not built with."""
+"""Flags that cannot be used with a HybridModel."""
 
 
 def hybrid(args: Arguments) -> None:
-    """--hybrid-layer-pattern sets the number of layers, and with `|` the number on each stage, as for a GPT."""
+    """Set the number of layers from --hybrid-layer-pattern; with `|` in the pattern, also the layers of each stage."""
     pattern = args.hybrid_layer_pattern = args.hybrid_layer_pattern or None
     if pattern is None:
         if args.spec is not None:
@@ -113,7 +113,7 @@ def heads(args: Arguments) -> None:
 
 
 def _groups_over_ranks(groups: int, channels: int, t: int) -> None:
-    """Check that ranks have several query groups each, or that a whole number of ranks shares a group."""
+    """Check that each rank has whole query groups, or that a whole number of ranks shares one."""
     if groups % t and t % groups:
         raise ValueError(
             f"neither of --num-query-groups {groups} and --tensor-model-parallel-size {t} divides the other, so groups "
@@ -180,13 +180,13 @@ def positions(args: Arguments) -> None:
 
 
 def residual(args: Arguments) -> None:
-    """Check what --residual-from-norm goes with: stacks of one kind of layer."""
+    """Check that the model supports --residual-from-norm: its stacks must have one kind of layer."""
     if not args.residual_from_norm:
         return
     other = {
         f"the model of {PROGRAMS[args.architecture][0]}": args.architecture not in ("gpt", "bert"),
         "--mtp-num-layers": args.mtp_num_layers,
-        "--recompute-modules layernorm": "layernorm" in (args.recompute_modules or ()),  # its output is not kept
+        "--recompute-modules layernorm": "layernorm" in (args.recompute_modules or ()),  # not kept
     }
     if given := [name for name, is_given in other.items() if is_given]:
         raise ValueError(f"--residual-from-norm is not computed with {' and '.join(given)}; leave it out")
@@ -231,7 +231,7 @@ def precision(args: Arguments) -> None:
                 f"--min-loss-scale {args.min_loss_scale} is greater than --initial-loss-scale "
                 f"{args.initial_loss_scale}; lower the former or raise the latter"
             )
-        args.check_for_nan_in_loss_and_grad = False  # to a dynamic loss scale an overflow is a signal, not an error
+        args.check_for_nan_in_loss_and_grad = False  # an overflow lowers the dynamic loss scale and is no error
 
 
 def recompute(args: Arguments) -> None:
@@ -267,7 +267,7 @@ def recompute(args: Arguments) -> None:
 
 
 def multi_token(args: Arguments) -> None:
-    """Check the flags of multi-token prediction. 0 layers are none."""
+    """Check the flags of multi-token prediction; 0 layers mean none."""
     args.mtp_num_layers = args.mtp_num_layers or None
     if args.mtp_num_layers is None:
         if "mtp_loss_scaling_factor" in args.given:

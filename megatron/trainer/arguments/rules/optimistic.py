@@ -1,4 +1,4 @@
-"""Rules of steps that do not wait for the norm of all gradients: `--optimistic-steps`."""
+"""Rules of optimizer steps that do not wait for the norm of all gradients: `--optimistic-steps`."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import Arguments
 
 _Row = tuple[Callable[[Arguments], object], Callable[[Arguments], str], str]
-"""Whether the row applies, what the flags ask for, and why optimistic steps do not go with it."""
+"""Whether the row applies, the feature that the flags ask for, and why it excludes optimistic steps."""
 
 
 def _named(what: str) -> Callable[[Arguments], str]:
@@ -45,7 +45,7 @@ _REFUSED: tuple[_Row, ...] = (
 
 
 def optimistic_steps(args: Arguments) -> None:
-    """Refuse what optimistic steps do not go with."""
+    """Refuse flags that optimistic steps exclude."""
     if not args.optimistic_steps:
         return
     for applies, what, why in _REFUSED:

@@ -1,4 +1,4 @@
-"""Rules about the optimizer: which state may be shared out, what tensor ranks may share, decay and learning rate."""
+"""Rules about the optimizer: sharded state, tensor parallelism, weight decay and learning rate."""
 
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import Arguments, name_of
@@ -71,7 +71,8 @@ def learning_rate(args: Arguments) -> None:
 
 
 def _whole_tensors(args: Arguments) -> None:
-    """Refuse shards for optimizers but Adam. The length of LAMB's step depends on the norm of the whole tensor."""
+    """Refuse sharded state for optimizers that need whole tensors: LAMB's step depends on the norm of a whole
+    tensor."""
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise ValueError(
             "--use-distributed-optimizer does not go with --optimizer sgd: megatron.core shards the state of Adam "
@@ -111,7 +112,7 @@ def _whole_tensors(args: Arguments) -> None:
 
 
 def _precision_aware(args: Arguments) -> None:
-    """Refuse types that the optimizer does not keep, and what does not step them."""
+    """Refuse dtypes of moments that the optimizer does not keep, and flags that exclude narrow moments."""
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         value = getattr(args, name)
         if value not in ("fp32", "bf16"):
@@ -141,7 +142,7 @@ def _precision_aware(args: Arguments) -> None:
 
 
 def _whole_parameters(args: Arguments) -> None:
-    """Refuse what is not built where replicas own whole parameters."""
+    """Refuse flags that do not work if replicas own whole parameters."""
     for name, (is_asked, reason) in {
         "--overlap-param-gather": (args.overlap_param_gather, "replicas exchange weights at the end of STEP"),
         "--freeze-training": (args.freeze_training, "layers that freeze would change the owners"),
@@ -155,7 +156,7 @@ def _whole_parameters(args: Arguments) -> None:
 
 
 def _matrices_of_tensor_ranks(args: Arguments) -> None:
-    """Refuse where Muon cannot have a matrix that tensor ranks share."""
+    """Refuse flags with which Muon cannot step a matrix that tensor ranks shard."""
     tensor, groups = args.tensor_model_parallel_size, args.num_query_groups if args.group_query_attention else None
     if args.pipeline_schedule == "l2l" and tensor > 1 and args.muon_tp_mode == "duplicated":
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Which values a number may have, whatever the other flags say.
+"""The ranges of numbers among the flags, independent of the other flags.
 
-Problem: a number outside its range (a warm-up of -3 iterations, a momentum of 2) parses, and then trains nonsense or
-ends in an assertion deep inside a library.
+Problem: a number outside its range (a warm-up of -3 iterations, a momentum of 2) parses, and then training makes no
+sense or ends in an assertion deep inside a library.
 
-Solution: one table of ranges, in which every number among the flags stands once, as a test checks.
+Solution: one table of ranges, in which every numeric flag stands once; a test checks that.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,13 @@ _YEAR = 365 * 24 * 60  # minutes
 
 @dataclass(frozen=True)
 class Range:
-    """The values that `contains` accepts, in `words` that follow "must be". `names`: of the arguments that must be in
-    the range, with spaces between them."""
+    """A set of allowed values.
+
+    Attributes:
+        words: the set in words that follow "must be".
+        contains: whether a value is in the set.
+        names: the arguments that must be in the set, separated by spaces.
+    """
 
     words: str
     contains: Callable[[float], bool]
@@ -82,9 +87,10 @@ RANGES = (
     Range("at least 1", lambda value: value >= 1, "failure_timeout"),
     Range("at least 0 and at most 1", lambda value: 0 <= value <= 1, "short_seq_prob minimum_speed"),
     Range("greater than 0; leave it out for a dynamic scale", lambda value: value > 0, "loss_scale"),
-    # megatron.core counts up to it in steps of 1 and compares for equality
+    # megatron.core counts up to it in steps of 1 and compares for equality.
     Range("a whole number greater than 0", lambda value: value > 0 and value % 1 == 0, "loss_scale_window"),
-    # what the data's shuffle takes; the offsets of layers and ranks only go to PyTorch's generators, of 64 bits
+    # The limit of the data's shuffle; seeds with the offsets of layers and ranks go only to PyTorch's 64-bit
+    # generators.
     Range("at least 0 and at most 2**32 - 1", lambda value: 0 <= value < 2**32, "seed"),
     Range(
         f"greater than 0 and at most {_YEAR}, a year", lambda value: 0 < value <= _YEAR, "distributed_timeout_minutes"

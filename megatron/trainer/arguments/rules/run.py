@@ -14,7 +14,7 @@ _PATHS = ("save", "load", "pretrained_checkpoint", "load_hf", "pipeline_timeline
 
 
 def paths(args: Arguments) -> None:
-    """Refuse an empty path (of an unset shell variable): it names no place, and does not leave the flag out."""
+    """Refuse an empty path, as an unset shell variable gives: it names no place, and the flag is not left out."""
     for name in _PATHS:
         if getattr(args, name) == "":
             raise ValueError(f"{name_of(name)} is empty; name a path or leave the flag out")
@@ -30,7 +30,7 @@ def length(args: Arguments) -> None:
 
 
 def batches(args: Arguments) -> list[str]:
-    """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples` or `--epochs`, `train_iters`."""
+    """Set `global_batch_size`, `batch_sizes` and, from `--train-samples` or `--epochs`, `train_iters`; return notes."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     steps = _batch_size_steps(args)
     if args.global_batch_size is None:
@@ -60,14 +60,14 @@ def batches(args: Arguments) -> list[str]:
 
 
 def _iterations_of_epochs(args: Arguments) -> int:
-    """The number of batches until the last epoch has taken every sample; the last batch is filled up."""
+    """The number of batches in which the last epoch takes every sample; the last batch may exceed the epoch."""
     num_samples = args.epochs * num_classified(args, "train")
     whole = args.batch_sizes.iterations_for(num_samples)
     return whole + (args.batch_sizes.samples_after(whole) < num_samples)
 
 
 def _batch_size_steps(args: Arguments) -> tuple[tuple[int, int], ...]:
-    """The steps of --step-batch-size-schedule; its last size is the global batch size."""
+    """Parse --step-batch-size-schedule, and set the global batch size to its last size."""
     if args.step_batch_size_schedule is None:
         return ()
     for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
