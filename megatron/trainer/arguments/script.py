@@ -1,13 +1,13 @@
 """The flags that a shell script gives to a training program, read without running the script.
 
-Problem: Megatron's users keep their models in shell scripts, as arrays and strings of flags that meet in one command.
-Running such a script to see the flags would start a job.
+Problem: Megatron's users keep their models in shell scripts, as arrays and strings of flags that are joined in one
+command. Running such a script to see the flags would start a job.
 
 Solution: the reader knows the parts of the shell language that such scripts use: assignments of words, strings and
 arrays (also with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[0]}`, `${NAME:-default}` and `$((arithmetic))`. Names
-that the script does not set are taken from the environment. Names that are not there either, and substitutions of
-commands, stay as they are written. The reader skips the bodies of `if`, `case`, loops and functions, sourced files, and
-assignments that depend on another command; a note names each with its line.
+that the script does not set are taken from the environment. Names that the environment lacks, too, and command
+substitutions stay as written. The reader skips the bodies of `if`, `case`, loops and functions, sourced files, and
+assignments that depend on another command; a note names each of them with its line.
 """
 
 import re
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _PARENTHESES = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"  # four deep
-_BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"  # which may hold another variable
+_BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"  # may contain another variable
 _EXPANSION = (
     rf"\$(?P<command>{_PARENTHESES})|\$(?P<name>{_NAME})|\$\{{(?P<braced>{_NAME})(?:\[(?P<index>[@*]|\d+)\])?"
     rf"(?:(?P<how>:?[-=])(?P<default>{_BRACED}))?\}}"
@@ -45,7 +45,7 @@ _REMEDY = "write the model's flags into a file and give @FILE in place of the sc
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """A program (the file's name, as `pretrain_gpt.py`), the words after it, and notes on what was not read."""
+    """A program's file name, such as `pretrain_gpt.py`, its arguments, and notes on parts that were not read."""
 
     program: str
     argv: tuple[str, ...]
@@ -53,9 +53,9 @@ class ScriptCommand:
 
 
 def read_script(text: str, *, environment: Mapping[str, str], source: str = "the script") -> ScriptCommand:
-    """The last command of a script that runs a file called pretrain_*.py.
+    """The last command in a script that runs a file called pretrain_*.py or finetune_bert.py.
 
-    Raises ValueError where there is none, or a quote or parenthesis does not end.
+    Raises ValueError if there is none, or if a quote or parenthesis does not end.
     """
     reader = _Reader(f"{text}\n", source, {name: [value] for name, value in environment.items()})
     for token in _TOKEN.finditer(reader.text):
@@ -67,20 +67,20 @@ def read_script(text: str, *, environment: Mapping[str, str], source: str = "the
 
 @dataclass
 class _Reader:
-    """Goes through a script once. Variables are lists of words; a string is a list of one."""
+    """A reader that goes through a script once. Variables are lists of words; a string is a list of one word."""
 
     text: str
     source: str
     variables: dict[str, list[str]]
-    found: list[str] = field(default_factory=list)  # a training program and what it is given
+    found: list[str] = field(default_factory=list)  # a training program and its arguments
     notes: list[str] = field(default_factory=list)
-    blocks: list[str] = field(default_factory=list)  # what will close them
-    command: list[str] = field(default_factory=list)  # its words so far
-    depends: bool = False  # another command says whether it runs
-    array: tuple[str, list[str], int] | None = None  # that is being read: name, words so far, where it begins
+    blocks: list[str] = field(default_factory=list)  # the words that will close the open blocks
+    command: list[str] = field(default_factory=list)  # the words of the current command so far
+    depends: bool = False  # whether another command decides if this one runs
+    array: tuple[str, list[str], int] | None = None  # the array being read: name, words so far, start
 
     def take(self, token: re.Match) -> None:
-        """Read one more operator, or one more word of a command."""
+        """Read the next operator, or the next word of a command."""
         word, only_assigns = token["word"], all(each in _PREFIXES or each.startswith("-") for each in self.command)
         note = None
         if token["open"] or (token["open"] is not None and self.array):
@@ -119,8 +119,8 @@ class _Reader:
         return f"{self.source}: '{line}' (line {len(before)}) {what}"
 
     def _words(self, text: str, *, splits: bool = True) -> list[str]:
-        """The words that a word stands for: an unquoted variable is split at spaces, a quoted array gives one word for
-        each element."""
+        """Expand a word to words: an unquoted variable is split at spaces, a quoted array gives one word for each
+        element."""
 
         def quoted(piece: re.Match) -> str:
             if piece.lastgroup is None:
@@ -136,10 +136,10 @@ class _Reader:
         return shlex.split(_PIECE.sub(quoted, text))
 
     def _replaced(self, match: re.Match) -> str:
-        """The text that a variable, a sum or an escaped letter stands for; an unknown one stays as written."""
+        """The expansion of a variable, a sum or an escaped letter; an unknown one stays as written."""
         if match["escaped"]:
             return match["escaped"].strip("\r\n")
-        if match["command"]:  # a sum, perhaps: of numbers and of names that hold one
+        if match["command"]:  # a sum, perhaps, of numbers and of names of numbers
             numbers = {name: each[0] for name, each in self.variables.items() if each and each[0].isdigit()}
             plain = re.sub(rf"\$?\{{?({_NAME})\}}?", lambda name: numbers.get(name[1], name[0]), match["command"])
             with suppress(SyntaxError, TypeError, ZeroDivisionError):

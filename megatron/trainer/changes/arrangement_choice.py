@@ -2,9 +2,9 @@
 
 Candidate numbers of pipeline ranks are the divisors of the number of all ranks, up to the pipeline's initial number;
 the other ranks form replicas. The batch size either stays the same, so that each replica takes fewer microbatches, or
-grows with the number of replicas (`--elastic-batch`). Each candidate is cut by measured times and simulated with
+grows with the number of replicas (`--elastic-batch`). Each candidate is split by measured times and simulated with
 measured links. The planner computes its memory; the limit is the largest memory of a rank in the first arrangement. The
-fastest candidate is taken if it repays the cost of the change in the rest of the run.
+fastest candidate is chosen if it repays the cost of the change in the rest of the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def memory_of_ranks(args: TrainConfig, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
-    """The planner's estimate of the memory of each rank of a pipeline in the arrangement of `args`."""
+    """The planner's memory estimate for each rank of a pipeline in the arrangement of `args`."""
     _, demand = prove(args)
     return estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
@@ -73,14 +73,14 @@ class ArrangementChoice:
     """The choice of arrangements for one run.
 
     Args:
-        processes: the processes by rank; if empty, they are gathered in `measure`.
+        processes: the processes by rank; if empty, `measure` gathers them.
         device_bytes: memory of a rank's device, which holds the old and the new state during a change.
-        disk: seconds of reading and writing in the cache's folder; None measures them.
-        epoch: number of samples of an epoch; None takes the number of training samples.
+        disk: the seconds to read and write in the cache's folder; None: measure them.
+        epoch: the number of samples in an epoch; None: the number of training samples.
 
     Attributes:
-        args: the present configuration of the run.
-        seconds_of_change: duration of the last change, or the expected duration before the first one.
+        args: the current configuration of the run.
+        seconds_of_change: the duration of the last change, or the expected duration before the first change.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class ArrangementChoice:
     def measure(self, engine: PipelineEngine, cache: PrefixCache | None = None) -> None:
         """Measure the times of layers (from the engine's trace), links and the cache, and gather the processes.
 
-        Collective: every rank must call it. Precondition: the pipeline is drained. `cache`: the run's cache, which has
-        measured its reading and writing.
+        Collective: every rank must call it. The pipeline must be drained. `cache`: the run's cache, which has measured
+            its reading and writing.
         """
         if not self._processes:
             found: list = [None] * self.args.world_size
@@ -121,10 +121,10 @@ class ArrangementChoice:
             self._disk = replace(self._disk, read=taken[0], write=taken[1])
 
     def decide(self, now: Arrangement, *, batches_left: int, is_interval: bool = True) -> tuple[Arrangement, Outlook]:
-        """Choose the arrangement in which the run continues, and return it with the expected times.
+        """Choose the arrangement in which the run continues; return it with the expected times.
 
-        `now`: the present arrangement with the decided number of frozen layers. `is_interval`: an interval ends, which
-        advances the lists of values given by hand.
+        `now`: the current arrangement with the decided number of frozen layers. `is_interval`: an interval ends, which
+        advances the lists of values that the user gave.
         """
         self._num_intervals += is_interval
         present = self._as_it_is(now)
@@ -160,23 +160,24 @@ class ArrangementChoice:
         return self._ordered(wanted, present), Outlook(before, after)
 
     def _cost_of_another_cut(self, present: Arrangement) -> float:
-        """The cost of another cut in seconds. If layers freeze, the run changes anyway, and only moving state costs."""
+        """The cost of another split in seconds; if layers freeze, the run changes anyway, and only moving state
+        costs."""
         if present == self.args.arrangement:
             return self.seconds_of_change
         links = self._links or LinkTimes()
         return links.of_transfer(max(map(state_bytes, self._memory(self.args.arrangement))))
 
     def _has_room(self, wanted: Arrangement) -> bool:
-        """Whether an arrangement keeps to the limits of memory, during the change and after it.
+        """Whether an arrangement keeps to the memory limits, during the change and after it.
 
-        No rank may need more memory, with activations, than the largest one in the first arrangement.
+        No rank may need more memory, with activations, than the largest rank of the first arrangement.
         """
         if self._bytes(wanted) > self._limit():
             return False
         return self._bytes_within(wanted) <= self._device_bytes
 
     def _bytes_within(self, wanted: Arrangement) -> float:
-        """The largest number of bytes of a process during the change to `wanted`."""
+        """The largest number of bytes of any process during the change to `wanted`."""
         before, after = map(self._memory_of_processes, (self.args.arrangement, wanted))
         return max(map(bytes_in_change, before, after))
 
@@ -185,7 +186,8 @@ class ArrangementChoice:
         return [ranks[degrees.coordinates(each).stage] for each in range(degrees.world_size)]
 
     def _ordered(self, wanted: Arrangement, present: Arrangement) -> Arrangement:
-        """The wanted arrangement; if its groups of ranks differ from the present ones, with a new rank mapping."""
+        """The wanted arrangement; if its groups of ranks differ from the present groups, with a new choice of rank
+        order."""
         if (wanted.pipeline, wanted.data) == (present.pipeline, present.data):
             return wanted
         wanted = replace(wanted, pipelines_in_a_row=False)
@@ -195,14 +197,15 @@ class ArrangementChoice:
         return replace(wanted, pipelines_in_a_row=is_better)
 
     def _as_it_is(self, now: Arrangement) -> Arrangement:
-        """The arrangement `now` in its present cut.
+        """The arrangement `now` in its current split.
 
-        A cache stays in use if all frozen layers lie on the first rank, which has other layers, too.
+        A cache stays in use if all frozen layers are on the first rank and this rank also has trained layers.
         """
         return replace(now, cached=now.cached and 0 < now.num_frozen < now.layers_of_rank[0])
 
     def _is_to_be_cached(self, now: Arrangement) -> bool:
-        """Whether to read the output of the frozen layers from the cache: always if demanded, or if it is faster."""
+        """Whether to read the output of the frozen layers from the cache: if the user demands it, or if it is
+        faster."""
         args = self.args
         if args.activation_cache is None or not now.num_frozen:
             return False
@@ -214,13 +217,13 @@ class ArrangementChoice:
         return reading_pays(self._disk_seconds().read, computing)
 
     def _disk_seconds(self) -> CacheSeconds:
-        """The seconds of reading and writing a sample on the cache's disk, measured once."""
+        """The seconds to read and write a sample on the cache's disk, measured once."""
         if self._disk is None:
             self._disk = measure(self.args.activation_cache, self._output_bytes())
         return self._disk
 
     def _output_bytes(self) -> int:
-        """The bytes of a sample that travel between two stages."""
+        """The bytes that one stage sends to the next for a sample."""
         args = self.args
         width = args.hidden_size * from_flags.activation_setting(args).residual_bytes
         return args.seq_length * width // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
@@ -233,10 +236,10 @@ class ArrangementChoice:
     def _expected(self, arrangement: Arrangement, batches_left: int) -> float | None:
         """The expected seconds of a batch, as in `_seconds`, averaged over the rest of the run.
 
-        With a new cache, the first epoch finds no outputs, or only those of the previous depth; it computes and writes.
-        If more layers freeze later, the cached outputs are still read and only the new layers are computed, so the
-        cache saves as much as before. But if a deeper freeze makes the cache useless, its outputs count only until the
-        next interval.
+        With a new cache, the first epoch finds no outputs, or only outputs of the previous depth, and it computes and
+        writes. If more layers freeze later, the cached outputs are still read and only the newly frozen layers are
+        computed, so the cache saves as much as before. If a deeper freeze makes the cache useless, its outputs count
+        only until the next interval.
         """
         args = self.args
         reading, now = self._seconds(arrangement), args.arrangement
@@ -260,8 +263,8 @@ class ArrangementChoice:
     def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
         """The expected share of microbatches with all samples cached, in the first `batches` batches at a depth.
 
-        Samples are distributed anew in each epoch, and a node has only outputs that it has computed itself. So on n
-        nodes a sample is missing after e epochs with probability (1 - 1/n)^e.
+        Samples are distributed anew in each epoch, and a node has only outputs that it has computed itself. So with n
+        nodes, a sample is missing after e epochs with probability (1 - 1/n)^e.
         """
         epoch = -(-self._epoch // batch_size(self.args, arrangement))
         hosts = self._hosts_of_prefix(arrangement)
@@ -272,7 +275,7 @@ class ArrangementChoice:
         return read / max(1, batches)
 
     def _hosts_of_prefix(self, arrangement: Arrangement) -> int:
-        """The number of nodes that have a first stage."""
+        """The number of nodes with a first stage."""
         if not self._processes:
             return 1
         degrees = degrees_of(self._arranged(arrangement))
@@ -280,10 +283,10 @@ class ArrangementChoice:
         return len({self._processes[each].host for each in first})
 
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
-        """The candidates: an arrangement for each possible number of pipeline ranks."""
+        """The possible arrangements, one for each possible number of pipeline ranks."""
         world = now.pipeline * now.data
         sizes = range(self.args.first_arrangement.pipeline, 0, -1) if self.args.elastic_pipeline else [now.pipeline]
-        times = self._times if self._by_hand is None else self._counted  # choices by hand: independent of measurements
+        times = self._times if self._by_hand is None else self._counted  # by hand: no measurements
         work = [
             forward + (0.0 if layer < now.num_frozen else backward)
             for layer, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True))
@@ -301,7 +304,7 @@ class ArrangementChoice:
         return found
 
     def _cut(self, work: list[float], shape: Arrangement) -> tuple[int, ...]:
-        """The most even cut that fits into memory; the most even of all if none fits, or if it is given by hand."""
+        """The most even split that fits into memory; the most even of all if none fits or the user gave the ranks."""
         size, num_layers = shape.pipeline, self.args.num_layers
         if self.args.elastic_cut == "greedy":
             return cut_greedily(work, size)
@@ -334,7 +337,7 @@ class ArrangementChoice:
         return cut_that_fits(work, size, fits) or cut_exactly(work, size)
 
     def _arranged(self, arrangement: Arrangement) -> TrainConfig | None:
-        """The arguments of the job in an arrangement; None if the arrangement is impossible."""
+        """The configuration of the job in an arrangement; None if the arrangement is impossible."""
         try:
             return arranged(self.args, arrangement)
         except ValueError:
@@ -381,7 +384,7 @@ class ArrangementChoice:
         return max(each.total for each in self._memory(arrangement))
 
     def _memory(self, arrangement: Arrangement) -> tuple[RankMemory, ...]:
-        """The memory of a pipeline's ranks, computed once per arrangement, since it takes the proof of a program."""
+        """The memory of a pipeline's ranks, computed once per arrangement, since it requires the proof of a program."""
         if arrangement not in self._memories:
             self._memories[arrangement] = memory_of_ranks(self._arranged(arrangement))
         return self._memories[arrangement]

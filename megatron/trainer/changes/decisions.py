@@ -1,8 +1,8 @@
 """The decisions of a run to freeze layers and to change its arrangement.
 
-At the end of an interval the pipeline is drained, rank 0 decides, and all ranks receive its decision. Other ranks could
-decide differently, since measured times differ from rank to rank, and the last bits of norms from layout to layout. A
-checkpoint holds the decision, whether or not the run has carried it out.
+At the end of an interval the pipeline is drained, rank 0 decides, and all ranks receive its decision. Other ranks might
+decide differently, since measured times differ between ranks, and the last bits of norms between layouts. A checkpoint
+contains the decision, whether or not the run has carried it out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron.trainer.report.log_line import main_loss
 
 
 class _Freezing:
-    """The decisions on the number of frozen layers of a run.
+    """The decisions about the number of frozen layers of a run.
 
     Attributes:
-        num_frozen: number of frozen layers by the last decision.
+        num_frozen: the number of frozen layers by the last decision.
         watch: the validation results, which may end freezing.
         has_ended: whether freezing has ended, so that all layers train.
     """
@@ -48,7 +48,7 @@ class _Freezing:
         self.has_ended = False
 
     def note(self, report: BatchReport) -> None:
-        """Add the gradient norms of a batch's layers."""
+        """Add the gradient norms of the layers in a batch."""
         if report.batch >= self._args.freeze_start and not report.skipped:
             self._norms.add(report.layers_squared)
 
@@ -107,11 +107,11 @@ class RunSoFar(Protocol):
 
 
 class ChangeDecisions:
-    """The decisions on the changes of one run.
+    """The decisions about the changes of one run.
 
     Attributes:
         wanted: the arrangement of the last decision.
-        outlook: the expected times of that decision; None if there are none.
+        outlook: the expected times of the last decision; None if there are none.
     """
 
     def __init__(self, args: TrainConfig) -> None:
@@ -122,10 +122,10 @@ class ChangeDecisions:
             self._choice = ArrangementChoice(args, device_bytes=_device_bytes(args))
         self.wanted: Arrangement = args.arrangement
         self.outlook: Outlook | None = None
-        self._num_failed = self._num_paused = 0  # successive failed changes; next decisions to drop
+        self._num_failed = self._num_paused = 0  # failed changes in a row; number of next decisions to drop
 
     def note(self, report: BatchReport) -> None:
-        """Add the measurements of a batch that the decision needs."""
+        """Record the measurements of a batch that a decision needs."""
         if self._freezing is not None:
             self._freezing.note(report)
 
@@ -137,7 +137,7 @@ class ChangeDecisions:
     def decide(self, run: RunSoFar) -> None:
         """Decide at the end of an interval, and set `wanted`.
 
-        Collective: every rank must call it. Precondition: the pipeline is drained.
+        Collective: every rank must call it. The pipeline must be drained.
         """
         if self._choice is not None:
             self._choice.measure(run.engine, run.cache)
@@ -149,9 +149,9 @@ class ChangeDecisions:
             self.take_back()
 
     def note_validation(self, losses: Mapping[str, float], *, iteration: int) -> str | None:
-        """Note an evaluation of the validation data, the same on all ranks.
+        """Record an evaluation of the validation data, the same on all ranks.
 
-        Returns a warning if the result is worse than the best one and layers are frozen; otherwise None.
+        Returns a warning if layers are frozen and the result is worse than the best one; otherwise None.
         """
         if self._freezing is None:
             return None
@@ -164,13 +164,13 @@ class ChangeDecisions:
 
     @property
     def is_to_thaw(self) -> bool:
-        """Whether validation has become so much worse that all layers have to train again."""
+        """Whether validation results have become so much worse that all layers must train again."""
         return self._freezing is not None and self._freezing.watch.has_fallen and not self._freezing.has_ended
 
     def thaw(self, run: RunSoFar) -> None:
         """End freezing, and set `wanted` to an arrangement without frozen layers.
 
-        Collective: every rank must call it. Precondition: the pipeline is drained.
+        Collective: every rank must call it. The pipeline must be drained.
         """
         if self._choice is not None:
             self._choice.measure(run.engine, run.cache)
@@ -180,7 +180,8 @@ class ChangeDecisions:
         self.outlook = outlook
 
     def cost_of_freezing(self) -> str | None:
-        """A line for the end of a run about the cost of frozen layers in its evaluations; None if it froze none."""
+        """A line for the end of a run about the cost of frozen layers in its evaluations; None if no layers were
+        frozen."""
         num_frozen = self._args.arrangement.num_frozen
         if self._freezing is None or not (num_frozen or self._freezing.has_ended):
             return None
@@ -199,7 +200,7 @@ class ChangeDecisions:
         if self._freezing is not None:
             self._freezing.decide()
             wanted = wanted.with_frozen(self._freezing.num_frozen)
-            wanted.stages  # noqa: B018 - raises ValueError where a rule freezes what cannot be frozen
+            wanted.stages  # noqa: B018 - raises ValueError if the rule freezes layers that cannot be frozen
         if self._choice is not None:
             wanted, outlook = self._choice.decide(
                 wanted, batches_left=self._args.train_iters - iteration, is_interval=is_interval
@@ -208,7 +209,7 @@ class ChangeDecisions:
         return self.state_dict(), outlook
 
     def go_on_with(self, args: TrainConfig) -> None:
-        """Take over the configuration that the run goes on with."""
+        """Switch to the configuration with which the run continues."""
         self._args = args
         if self._choice is not None:
             self._choice.args = args
@@ -231,7 +232,7 @@ class ChangeDecisions:
         self.take_back()
 
     def take_back(self) -> None:
-        """Drop the last decision, which was not carried out."""
+        """Drop the last decision, which is not carried out."""
         self.wanted, self.outlook = self._args.arrangement, None
         if self._freezing is not None:
             self._freezing.num_frozen = self.wanted.num_frozen
@@ -256,7 +257,7 @@ class ChangeDecisions:
             self._choice.load_state_dict(state["shaping"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from a checkpoint. Raises CheckpointError for another rule, and for a damaged record."""
+        """Restore the state from a checkpoint. Raises CheckpointError for another rule or a damaged record."""
         with reading_changes(self._args):
             self._load(state)
             goes_on_as_it_was = Arrangement.from_state(state["wanted"]) == self._args.arrangement
@@ -267,6 +268,6 @@ class ChangeDecisions:
 
 
 def _device_bytes(args: TrainConfig) -> float:
-    """The bytes of memory of one rank's device; on a CPU, the rank's share of the host's memory."""
+    """The bytes of memory of a rank's device; on a CPU, the rank's share of the host's memory."""
     sharing = 1 if backend.is_cuda() else int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     return backend.device_bytes() / sharing

@@ -1,14 +1,14 @@
 """The exchange of tensors between ranks: messages of bounded size for each pair of ranks, with checksums.
 
-Large contiguous runs of elements go directly from their source tensors into their target tensors; all are posted at
-once. Runs that are small, scattered or on a device are packed, and sent in rounds: in round k every rank sends to the
-rank k places ahead and receives from the rank k places behind, both at once, until both messages are complete. So each
-rank has one send buffer and one receive buffer, and ranks never wait in a circle: a rank in the earliest round has a
-partner in the same round. Checksums are CRC-32. The checksums of large runs follow in a message of their own; a packed
-message ends with its checksum.
+Large contiguous ranges of elements go directly from their source tensors into their target tensors; all of these
+messages are posted at once. Small or scattered ranges, and ranges on a device, are packed and sent in rounds. In round
+k every rank sends to the rank k places ahead and receives from the rank k places behind, both at once, until both
+messages are complete. So each rank has one send buffer and one receive buffer, and ranks never wait in a circle: a rank
+in the earliest round has a partner in the same round. Checksums are CRC-32. The checksums of large ranges follow in one
+message; a packed message ends with its own checksum.
 
 A rank that finds a fault records it and continues, since the other ranks depend on its messages; afterwards all ranks
-together decide how to proceed.
+decide together how to proceed.
 
 A piece is a part of a tensor of a sharded state dict, with its position in the whole tensor and a view of its data.
 """
@@ -72,7 +72,7 @@ def _pieces(value: ShardedTensor | ElementRange) -> Iterator[Piece]:
 
 
 def _piece(sharded: ShardedTensor, box: Box, data: Tensor) -> Piece:
-    """The piece for a box that is given in coordinates of the local tensor."""
+    """The piece for a box in coordinates of the local tensor."""
     prepended = sharded.prepend_axis_num
     local = Box((0,) * prepended + box.start, (1,) * prepended + box.stop)
     offset = sharded.global_offset
@@ -96,7 +96,7 @@ def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """The device of a tensor, and its first and last address."""
+    """The device of a tensor, its first address, and the address after its last element."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
@@ -107,7 +107,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def _empty_bytes(num_bytes: int) -> Tensor:
-    """A buffer of host memory for a message."""
+    """A buffer for a message in host memory."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -122,7 +122,7 @@ class Exchange:
     Args:
         held, wanted: this rank's pieces, numbered as in the plan.
         group: gloo group of all ranks of the job; no other code may use it during the exchange.
-        piece_bytes: largest number of bytes of a message, including its checksum.
+        piece_bytes: largest number of bytes in a message, including its checksum.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Exchange:
 
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> None:
-        """Carry out `moves`, all moves of the plan in its order; then `problems` has the faults that were found.
+        """Carry out `moves`, all moves of the plan in its order; afterwards `problems` has the faults found.
 
         Collective: every rank must call it.
         """
@@ -208,7 +208,7 @@ class Exchange:
                     self._unpack(arrives[number], buffer, source)
 
     def _others(self, step: int) -> list[int]:
-        """The other ranks, starting with the next one in the direction `step`."""
+        """The other ranks, starting with the neighbour in the direction `step`."""
         return [(self._rank + step * distance) % self._num_ranks for distance in range(1, self._num_ranks)]
 
     def _packed(self, message: Message, buffer: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def checksum(data: Tensor) -> int:
 
 
 def within(buffer: Tensor, first: int, like: Tensor) -> Tensor:
-    """A view of the bytes of a message from `first` on, with the dtype and shape of `like`."""
+    """A view of a message's bytes from byte `first` on, with the dtype and shape of `like`."""
     return buffer[first : first + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 

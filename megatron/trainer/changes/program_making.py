@@ -1,13 +1,13 @@
-"""`--pipeline-schedule auto` without a profile: the program for the costs that a run measures in its first batches.
+"""`--pipeline-schedule auto` without a profile: a run makes a program for the costs of its own first batches.
 
-Behind these batches every rank knows the costs, and rank 0 starts to search in a process of its own, while training
-goes on. When the search is over, rank 0 sends a bit with the norm reduction of its next batch. All ranks read it in the
-report of the same batch, drain behind it, get the rows, prove them, and go on with them from the next batch on.
+After these batches every rank knows the costs, and rank 0 starts a search in another process while training continues.
+When the search is over, rank 0 sends a bit with the norm reduction of its next batch. All ranks read the bit in the
+report of the same batch, drain after it, receive the rows, prove them, and use them from the next batch on.
 
-The stages stay where they are, and so do model and optimizer; only the engine is a new one. Every stage adds up its
-gradients in the same order under both programs, so the losses are those of a run that never changed. Under 2bw the
-update keeps both versions of the weights: the drain has made the newest, and the next batch computes with the one
-before, as it would without a drain.
+Stages, model and optimizer stay where they are; only the engine is replaced. Every stage adds up its gradients in the
+same order under both programs, so the losses are those of a run without a change. Under 2bw the update keeps both
+versions of the weights: the drain has made the newest version, and the next batch computes with the previous one, as it
+would without a drain.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up.run import Run, build_engine
 
 _COPIED_BYTES = 8 << 20
-"""The size of the copy to the host that is measured."""
+"""The size of the measured copy to the host, in bytes."""
 _PARTS = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 class ProgramInMaking:
-    """The making of a run's own program: measure the costs, search a program for these costs, and change to it.
+    """The steps from a run's first program to a better one: measure costs, search for a program, and switch to it.
 
     Args:
         args: the run's configuration.
-        first: the number of batches before the run begins or resumes.
+        first: the number of batches before the run starts or resumes.
     """
 
     def __init__(self, args: TrainConfig, *, first: int) -> None:
         self._num_measured = args.pipeline_measured_batches
         self._measured_at = first + 1 + self._num_measured
-        self._search: SearchProcess | None = None  # on rank 0
+        self._search: SearchProcess | None = None  # on rank 0 only
         self._costs_of: MeasuredHere | None = None
-        self._problems: list[Problem] = []  # that it is for, on rank 0
-        self._failure: str | None = None  # of the search, on rank 0
+        self._problems: list[Problem] = []  # the problems of the search, on rank 0 only
+        self._failure: str | None = None  # of the search, on rank 0 only
         self._is_made = False
 
     def announce(self, engine: PipelineEngine) -> None:
-        """Tell all ranks with the next batch's stop requests if the search is over."""
+        """If the search is over, tell all ranks with the stop requests of the next batch."""
         if self._failure is not None or (self._search is not None and self._search.is_over):
             engine.stop_requests |= MADE
 
@@ -72,13 +72,13 @@ class ProgramInMaking:
         self._is_made |= bool(report.stop_requests & MADE)
 
     def is_due(self, iteration: int) -> bool:
-        """Whether `go_on` has something to do after `iteration` batches; the same on all ranks."""
+        """Whether `go_on` has work to do after `iteration` batches; the same on all ranks."""
         return iteration == self._measured_at or self._is_made
 
     def go_on(self, run: Run) -> bool:
-        """Begin to search, or change to the program that was made. Returns whether nothing is left to do.
+        """Start the search, or switch to the program that was found. Returns whether all work is done.
 
-        Collective: every rank must call it. Precondition: the pipeline is drained.
+        Collective: every rank must call it. The pipeline must be drained.
         """
         if not self._is_made:
             self._begin_to_search(run)
@@ -92,7 +92,7 @@ class ProgramInMaking:
         return True
 
     def close(self) -> None:
-        """End the search."""
+        """End the search process."""
         if self._search is not None:
             self._search.close()
             self._search = None
@@ -118,7 +118,7 @@ class ProgramInMaking:
                 self._failure = str(error)
 
     def _made(self, args: TrainConfig) -> tuple[MadeProgram | None, str | None]:
-        """Return the program to go on with, or why there is none. On rank 0."""
+        """The program that the search has found, or the reason why there is none. Called on rank 0."""
         if self._failure is not None:
             return None, self._failure
         try:
@@ -136,9 +136,9 @@ def _described(costs: Costs) -> Iterator[str]:
 
 
 def _change(run: Run, made: MadeProgram) -> str | None:
-    """Let the run go on with a program; returns the problem with which it goes on as before.
+    """Switch the run to a program; return the problem that prevents the switch, or None.
 
-    Collective: every rank must call it. Precondition: the pipeline is drained.
+    Collective: every rank must call it. The pipeline must be drained.
     """
     try:
         with agreed():
@@ -167,9 +167,9 @@ def _change(run: Run, made: MadeProgram) -> str | None:
 
 
 def _with_program(args: TrainConfig, made: MadeProgram) -> TrainConfig:
-    """Return the configuration of the run under a program with the same stages.
+    """The run's configuration under a program with the same stages.
 
-    Raises ValueError where the program cannot run on this machine.
+    Raises ValueError if the program cannot run on this machine.
     """
     args = replace(args, made_program=made)
     program = made_or_read(args)

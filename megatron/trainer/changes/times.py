@@ -1,12 +1,12 @@
 """Measured times for decisions about a run's pipeline: seconds of each layer, and of links between ranks.
 
-Layers: a stage's time is divided among its layers in proportion to their arithmetic. All transformer layers are equal,
-and the output layer counts as a certain number of them. The embedding, which only copies, is not counted. The time of a
-layer is kept until it is measured again, even while the layer is frozen and has no backward.
+Layers: a stage's time is divided among its layers in proportion to their floating-point operations. All transformer
+layers are equal, and the output layer counts as a certain number of them. The embedding, which only copies, is not
+counted. The time of a layer is kept until it is measured again, even while the layer is frozen and has no backward.
 
 Links: the times of gradient reductions and of transfers, for decisions about degrees. They are measured by all-reduces
-over all ranks of the job, of a few bytes and of a layer's gradients. This group always exists, and its slowest link
-determines the time; replicas and stages that are nearer to each other may be faster.
+over all ranks of the job, one of a few bytes and one of a layer's gradients. This group always exists, and its slowest
+link determines the time; replicas and stages that are closer to each other may be faster.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COMPUTED = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def seconds_of_stages(engine: PipelineEngine) -> Seconds:
-    """The times of all stages of the pipeline, as `medians_of_stages` has them.
+    """For each stage of the pipeline, the medians of its times (`medians_of_stages`) as `Seconds`.
 
     Collective: every rank of the job must call it.
     """
@@ -56,7 +56,7 @@ def seconds_of_stages(engine: PipelineEngine) -> Seconds:
 def medians_of_stages(
     engine: PipelineEngine, kinds: Sequence[Kind], *, num_batches: int | None = None
 ) -> dict[int, dict[Kind, float]]:
-    """The seconds of a microbatch by stage and kind, 0 for what a stage does not compute.
+    """The seconds of a microbatch by stage and kind; 0 for a kind that a stage does not compute.
 
     They are medians over the last `num_batches` batches of the engine's trace (None: all), then over replicas.
 
@@ -82,17 +82,17 @@ def medians_of_stages(
 
 
 def measured_costs(engine: PipelineEngine, *, num_batches: int, num_bytes: float) -> Costs:
-    """The costs of computations, as `medians_of_stages` has them, and of a transfer of `num_bytes` between stages.
+    """The costs of computations (`medians_of_stages`), and of a transfer of `num_bytes` between stages.
 
-    Collective: every rank of the job must call it. Precondition: the pipeline is drained.
+    Collective: every rank of the job must call it. The pipeline must be drained.
     """
     own = measure_links(num_bytes)
     links = on_rank_zero(lambda: own)
     kinds = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     medians = medians_of_stages(engine, kinds, num_batches=num_batches).values()
     forward, again, whole, first, second = ([each[kind] for each in medians] for kind in kinds)
-    backward = [sum(parts) for parts in zip(whole, first, second, strict=True)]  # whole, or in two parts
-    recompute = [each or once for each, once in zip(again, forward, strict=True)]  # where there is none, as a forward
+    backward = [sum(parts) for parts in zip(whole, first, second, strict=True)]  # whole, or in two halves
+    recompute = [each or once for each, once in zip(again, forward, strict=True)]  # without one: as a forward
     return Costs(
         forward=forward, recompute=recompute, backward=backward, backward_input=first, backward_weight=second,
         latency=links.message, forward_bytes=num_bytes, bandwidth=1 / links.byte if links.byte else math.inf,
@@ -100,7 +100,7 @@ def measured_costs(engine: PipelineEngine, *, num_batches: int, num_bytes: float
 
 
 def share_of_output_layer(args: TrainConfig) -> float:
-    """The ratio of the output layer's arithmetic to that of one transformer layer."""
+    """The ratio of the output layer's floating-point operations to those of one transformer layer."""
     output = flops_of_output_layer(args)
     return output / ((flops_per_sample(args) - output) / args.num_layers)
 
@@ -109,17 +109,17 @@ class LayerTimes:
     """The times of a model's layers; the last layer includes the output layer.
 
     Attributes:
-        forward, backward: seconds of a microbatch by layer.
+        forward, backward: seconds of a microbatch, by layer.
     """
 
     def __init__(self, num_layers: int, *, output_layer: float) -> None:
-        """`output_layer`: its time in units of a layer's time. Before any measurement, a layer's forward takes 1 s."""
+        """`output_layer`: the output layer's time in layers. Before any measurement, a layer's forward takes 1 s."""
         self._output_layer = output_layer
         parts = self._parts(range(num_layers), num_layers)
         self.forward, self.backward = list(parts), [2 * each for each in parts]
 
     def note(self, stages: Stages, seconds: Seconds, *, cached: bool = False) -> None:
-        """Note the measured times of stages. `cached`: frozen stages have read their output from the cache."""
+        """Record the measured times of stages. `cached`: frozen stages have read their output from the cache."""
         num_layers = len(self.forward)
         ends = list(accumulate(stages.layers, initial=0))
         for stage, (forward, backward) in seconds.items():
@@ -140,33 +140,33 @@ class LayerTimes:
 
 _REPEATS = 5
 _MOST_BYTES = 32 << 20
-"""Largest size in bytes of the measured all-reduce; the time of a larger one is proportional to its size."""
+"""Largest size of the measured all-reduce, in bytes; the time of a larger one is taken to be proportional."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The seconds of a message without content (`message`), and of each byte that a rank sends in a ring (`byte`)."""
+    """The seconds of an empty message (`message`), and of each byte that a rank sends in a ring (`byte`)."""
 
     message: float = 0.0
     byte: float = 0.0
 
     def of_message(self, num_ranks: int) -> float:
-        """The time of an all-reduce of a few bytes over `num_ranks` ranks."""
+        """The seconds of an all-reduce of a few bytes over `num_ranks` ranks."""
         return 2 * (num_ranks - 1) * self.message
 
     def of_reduction(self, num_bytes: float) -> float:
-        """The time of an all-reduce with any number of members: in a ring, each byte is sent at most twice."""
+        """The seconds of an all-reduce with any number of members: in a ring, each byte is sent at most twice."""
         return 2 * num_bytes * self.byte
 
     def of_transfer(self, num_bytes: float) -> float:
-        """The time for which a transfer occupies its link."""
+        """The seconds for which a transfer occupies its link."""
         return num_bytes * self.byte
 
 
 def measure_links(num_bytes: float) -> LinkTimes:
     """Measure links by all-reduces of a few bytes and of up to `num_bytes`.
 
-    Collective: every rank must call it. Precondition: the pipeline is drained.
+    Collective: every rank must call it. The pipeline must be drained.
     """
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
@@ -178,9 +178,9 @@ def measure_links(num_bytes: float) -> LinkTimes:
 
 
 def measure_copies(num_bytes: int) -> tuple[float, float]:
-    """Measure the seconds to copy a byte to the host, and back, while all ranks copy. Returns the slowest rank's.
+    """Measure the seconds to copy a byte to the host, and back, on the slowest rank while all ranks copy.
 
-    Collective: every rank must call it. Precondition: the pipeline is drained.
+    Collective: every rank must call it. The pipeline must be drained.
     """
     here = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device())
     there = streams_of(here.device).host_buffer((num_bytes,), torch.uint8)
@@ -191,7 +191,7 @@ def measure_copies(num_bytes: int) -> tuple[float, float]:
             dist.barrier()
             begin = time.perf_counter()
             target.copy_(source)
-            here[0].item()  # waits for a device to finish
+            here[0].item()  # waits until a device has finished
             found.append(time.perf_counter() - begin)
         own.append(statistics.median(found[1:]) / num_bytes)
     gathered: list = [None] * dist.get_world_size()
@@ -201,12 +201,12 @@ def measure_copies(num_bytes: int) -> tuple[float, float]:
 
 
 def _seconds(num_bytes: int) -> float:
-    """The median time of an all-reduce of `num_bytes`; the first call is not counted."""
+    """The median seconds of an all-reduce of `num_bytes`; the first call is not counted."""
     values, found = torch.zeros(num_bytes // 4, dtype=torch.float32, device=backend.device()), []
     for _ in range(1 + _REPEATS):
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(values)
-        values[0].item()  # waits for a device to finish
+        values[0].item()  # waits until a device has finished
         found.append(time.perf_counter() - begin)
     return statistics.median(found[1:])

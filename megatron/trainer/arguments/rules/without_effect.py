@@ -1,11 +1,12 @@
-"""Flags whose effect depends on other flags: where they have none, the run says so.
+"""Notes on flags that have no effect because of other flags.
 
 Problem: Megatron-LM silently accepts a flag that has no effect beside the other flags, and the user relies on numbers
 or files that do not exist.
 
-Solution: one table of conditions. Where Megatron-LM accepts the flag too and computes the same, the run writes a note;
-what would compute other numbers than asked for is refused by other rules. A flag that says what holds without it, by
-its default or by asking for less (`--no-rope-fusion` without rope), is not noted. The table is a part of docs/flags.md.
+Solution: one table of conditions. If Megatron-LM also accepts the flag and computes the same, the run writes a note.
+Flags that would make the run compute other numbers than asked for are refused by other rules. A flag that repeats a
+default, or turns off what is not on (`--no-rope-fusion` without rope), gets no note. The table is a part of
+docs/flags.md.
 """
 
 from collections.abc import Callable
@@ -21,11 +22,11 @@ FLAG_OF = {each.dest: each for each in FLAGS}
 
 @dataclass(frozen=True)
 class Idle:
-    """Flags that some arguments leave without an effect.
+    """Flags that have no effect under a condition on the arguments.
 
     Attributes:
         names: the destinations of the flags.
-        holds: whether given arguments leave the flags without an effect.
+        holds: whether the condition holds, so that the given flags have no effect.
         reason: the reason, as a clause.
     """
 
@@ -35,7 +36,7 @@ class Idle:
 
 
 def _about(subject: str, names: str, value: str | None = None) -> Idle:
-    """The row of flags about the value `value` of the flag `subject`, or about any value of it."""
+    """The row of flags that are about the value `value` of the flag `subject`, or about any value of it."""
     said = FLAG_OF[subject].name if value is None else shown(FLAG_OF[subject], value)
 
     def is_other(args: Arguments) -> bool:
@@ -46,7 +47,7 @@ def _about(subject: str, names: str, value: str | None = None) -> Idle:
 
 
 def _steps(args: Arguments) -> int:
-    """The iterations of the training."""
+    """The number of training iterations."""
     return 0 if args.skip_train else args.train_iters
 
 
@@ -254,7 +255,7 @@ ROWS = (
 
 
 def without_effect(args: Arguments) -> list[str]:
-    """Notes on the flags that were given and have no effect."""
+    """Notes on given flags that have no effect."""
     given = set(args.given)
     return [
         f"{shown(FLAG_OF[name], value)} has no effect: {row.reason}"
