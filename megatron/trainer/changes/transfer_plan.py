@@ -1,12 +1,12 @@
 """The plan of transfers of parts of tensors between ranks, computed on every rank without communication or torch.
 
-Problem: before and after a change of degrees, tensors are cut differently, and several ranks hold the same part. If
-every rank fetched from the first holder, that rank would send everything.
+Problem: a change of degrees shards tensors differently, and several ranks hold the same part. If every rank fetched a
+part from its first holder, that rank would send everything.
 
 Solution: all ranks know which parts each rank holds and wants, and compute the same plan. A rank copies the parts that
-it holds itself; each other part comes from the holder that has the fewest bytes to send so far. The parts from one rank
-to another are cut into messages of bounded size. Several parts that are small, or scattered at one end, are packed into
-one message.
+it holds itself. Every other part comes from the holder with the fewest bytes to send so far. The parts from one rank to
+another are split into messages of bounded size. Parts that are small, or scattered at one end, are packed into one
+message.
 
 A part is a box in the coordinates of the whole tensor: `start` inclusive, `stop` exclusive, with one number for each
 axis. A scalar has no axes and one box.
@@ -52,7 +52,7 @@ class Box(NamedTuple):
 
 
 def is_run(box: Box, outer: Box) -> bool:
-    """Whether the elements of `box` follow each other in a contiguous tensor that holds `outer`."""
+    """Whether the elements of `box` are contiguous in a contiguous tensor that holds `outer`."""
     extents = list(zip(box.shape, outer.shape, strict=True))
     while extents and extents[-1][0] == extents[-1][1]:
         extents.pop()
@@ -69,7 +69,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, hole: Box) -> Iterator[Box]:
-    """Yield the parts of `box` outside `hole`, which lies inside it, as at most two boxes for each axis."""
+    """Yield the parts of `box` outside `hole`, which lies inside `box`, as at most two boxes for each axis."""
     start, stop = list(box.start), list(box.stop)
     for axis, (first, last) in enumerate(zip(hole.start, hole.stop, strict=True)):
         if start[axis] < first:
@@ -80,7 +80,8 @@ def without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def boxes_of_range(shape: Shape, first: int, last: int) -> Iterator[Box]:
-    """Yield the elements `first` to `last` of a flattened tensor as boxes in order, at most 2 n - 1 for n axes."""
+    """Yield the elements `first` to `last` of a flattened tensor as boxes in order; at most 2 n - 1 boxes for n
+    axes."""
     if first >= last:
         return
     if not shape:
@@ -100,7 +101,7 @@ def boxes_of_range(shape: Shape, first: int, last: int) -> Iterator[Box]:
 
 
 def split(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box with at most `most` elements each, in order, cut along the first axes."""
+    """Yield parts of a box with at most `most` elements each, in order, split along the first axes."""
     if box.size <= most:
         yield box
         return
@@ -115,8 +116,8 @@ def split(box: Box, most: int) -> Iterator[Box]:
 
 # --- moves between ranks ----------------------------------------------------------------------------------------------
 
-ALIGNMENT = 16  # alignment in bytes of the parts of a message
-DIRECT_BYTES = 64 * 1024  # packing a smaller part costs less than a message of its own
+ALIGNMENT = 16  # in bytes, of the parts in a message
+DIRECT_BYTES = 64 * 1024  # packing a smaller part costs less than sending it alone
 
 
 class TensorPart(NamedTuple):
@@ -132,9 +133,9 @@ class TensorPart(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move of `box` from the part number `held` of rank `source` to the part number `wanted` of rank `target`.
+    """A move of `box` from part number `held` of rank `source` to part number `wanted` of rank `target`.
 
-    `is_run`: whether its elements are contiguous at both ends.
+    `is_run`: whether the elements are contiguous at both ends.
     """
 
     source: int
@@ -147,14 +148,14 @@ class Move(NamedTuple):
 
 
 class MovePlan(NamedTuple):
-    """The moves, including those within a rank, and the parts (rank, number) that no ranks hold completely."""
+    """The moves, including those within a rank, and the parts (rank, number) that the ranks do not hold completely."""
 
     moves: list[Move]
     missing: list[tuple[int, int]]
 
 
 def plan_moves(held: Sequence[Sequence[TensorPart]], wanted: Sequence[Sequence[TensorPart]]) -> MovePlan:
-    """The plan for the parts that the ranks hold and want, both in rank order."""
+    """Plan the moves for the parts that the ranks hold and want, both in rank order."""
     holders = _Holders(held)
     sent = [0] * len(held)
     plan = MovePlan([], [])
@@ -213,7 +214,7 @@ class _Holders:
 
 
 class Message(NamedTuple):
-    """Moves from one rank to another that are sent together. `places`: the first byte of each move."""
+    """Moves from one rank to another that are sent together. `places`: the first byte of each move in the message."""
 
     moves: tuple[Move, ...]
     places: tuple[int, ...]
@@ -231,9 +232,9 @@ def direct_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
 
 
 def packed_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
-    """The messages of at most `most_bytes` for the other moves between a pair of ranks; large moves are cut.
+    """The messages of at most `most_bytes` for the other moves between a pair of ranks; large moves are split.
 
-    Raises ValueError if an element has more than `most_bytes`.
+    Raises ValueError if an element is larger than `most_bytes`.
     """
     return _packed(filterfalse(_is_direct, moves), most_bytes)
 

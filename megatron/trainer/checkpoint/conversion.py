@@ -1,6 +1,6 @@
-"""Conversion of checkpoints, block by block: a model never has to fit into memory.
+"""Conversion of checkpoints block by block, so that a model need not fit into memory.
 
-Three places hold weights: a Hugging Face folder (`hugging_face`), a torch_dist checkpoint (`CheckpointWeights`), and a
+Three formats hold weights: a Hugging Face folder (`hugging_face`), a torch_dist checkpoint (`CheckpointWeights`), and a
 checkpoint in Megatron-LM's old format, with a file for each rank (`RankFilesWeights`). Each is read as the tensors of
 `tensor_table`, so each can be written as a torch_dist checkpoint (`write_checkpoint`) or a Hugging Face folder
 (`write_hugging_face`). No process group and no model is needed.
@@ -56,7 +56,7 @@ from megatron.trainer.checkpoint.tensor_table import (
 )
 from megatron.trainer.files.safetensors_files import write_folder
 
-# --- what is read: Megatron-LM's old format ---------------------------------------------------------------------------
+# --- Megatron-LM's old format, as a source ----------------------------------------------------------------------------
 
 
 unpickling.install()
@@ -67,15 +67,17 @@ _EXPERT, _ALL_EXPERTS = "mlp.experts.local_experts.", "mlp.experts.experts."
 
 
 class RankFilesWeights:
-    """The weights of a checkpoint in Megatron-LM's old format: `mp_rank_XX/model_optim_rng.pt`, or
-    `mp_rank_XX_YYY/...` with the pipeline rank behind the tensor rank, and the rank among those that share out experts
-    behind both. Files are mapped, not read whole.
+    """The weights of a checkpoint in Megatron-LM's old format, with a file `model_optim_rng.pt` in a folder for each
+    rank.
 
-    Raises CheckpointError for a file that is missing, cannot be read or calls something, for weights of models that
-    are not megatron.core's, and where the checkpoint lacks a tensor of the model.
+    Folders are named `mp_rank_XX` by the tensor rank, then `_YYY` by the pipeline rank and `_ZZZ` by the expert rank
+    where there are several. Files are mapped into memory, not read whole.
+
+    Raises CheckpointError for a file that is missing, cannot be read or calls a function, for weights of models that
+    are not megatron.core's, and if the checkpoint lacks a tensor of the model.
 
     Attributes:
-        args: the arguments of the run that saved.
+        args: the arguments of the run that saved the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,7 +118,7 @@ class RankFilesWeights:
 
     def _add(self, rank: int, stages: list[dict], first_expert: int) -> None:
         chunks = sum(key.startswith("model") and key[5:].isdecimal() for key in stages[0]) or 1
-        before: Counter[str] = Counter()  # layers of the stages so far, by their stack
+        before: Counter[str] = Counter()  # layers of the stages so far, by stack
         for chunk in range(chunks):
             for stage in stages:
                 model = stage.get("model" if chunks == 1 else f"model{chunk}")
@@ -132,12 +134,12 @@ class RankFilesWeights:
                         key, index, layer = _place_of(name, before[stack], first_expert)
                         layers[stack] = max(layers[stack], layer + 1)
                         parts = self._parts.setdefault((key, index), [])
-                        if len(parts) == rank:  # else it lies on several: a tied embedding, all but experts
+                        if len(parts) == rank:  # unless several files have it: a tied embedding, or no expert
                             parts.append(value)
                 before += layers
 
     def require(self, tensors: Iterator[Tensor]) -> None:
-        """Raise CheckpointError where the checkpoint lacks a tensor of the model, or has it in another shape."""
+        """Raise CheckpointError if the checkpoint lacks a tensor of the model, or has it in another shape."""
         for tensor in tensors:
             parts = self._parts.get((tensor.key, tensor.index), ())
             if len(parts) != self._size:
@@ -151,13 +153,14 @@ class RankFilesWeights:
                 )
 
     def _places(self, tensor: Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The parts of a tensor, and where they lie in it. A gated layer's rank has a part of both halves."""
+        """Yield the box and the data of each part of a tensor. A rank's part of a gated layer has rows of both
+        halves."""
         parts = self._parts[tensor.key, tensor.index]
         local = tuple(parts[0].shape)
         if local == tensor.shape:
             yield tuple((0, size) for size in tensor.shape), parts[0]
             return
-        halves = 2 if len(tensor.pieces) == 2 else 1  # a gate, and what it multiplies
+        halves = 2 if len(tensor.pieces) == 2 else 1  # a gate, and the factor that it multiplies
         by_rows = local[0] != tensor.shape[0]
         for rank, part in enumerate(parts):
             if not by_rows:
@@ -181,9 +184,9 @@ class RankFilesWeights:
 
 
 def _place_of(name: str, offset: int, first_expert: int) -> tuple[str, tuple[int, ...], int]:
-    """A parameter's key, its place among layers and experts, and the number of its layer in the chunk (-1: none).
+    """A parameter's key, its index among layers and experts, and the number of its layer in the chunk (-1: none).
 
-    `offset`: layers of the chunks before. `first_expert`: the number of the file's first expert.
+    `offset`: the number of layers in the chunks before. `first_expert`: the number of the file's first expert.
     """
     key, number = canonical(name)
     if not number:
@@ -197,16 +200,15 @@ def _place_of(name: str, offset: int, first_expert: int) -> tuple[str, tuple[int
     return key, place, -1 if is_further else number[0]
 
 
-_LARGEST_FILE = 4 * 2**30  # bytes of a file of a checkpoint
+_LARGEST_FILE = 4 * 2**30  # bytes of one file in a checkpoint
 
-# --- what is read: a torch_dist checkpoint ----------------------------------------------------------------------------
+# --- a torch_dist checkpoint, as a source -----------------------------------------------------------------------------
 
 
 class CheckpointWeights:
     """The newest weights of a torch_dist checkpoint.
 
-    Raises CheckpointError if a file is missing, damaged or truncated, and where the checkpoint lacks a tensor of the
-    model.
+    Raises CheckpointError if a file is missing, damaged or truncated, or if the checkpoint lacks a tensor of the model.
     """
 
     def __init__(self, location: CheckpointLocation, tensors: Iterator[Tensor]) -> None:
@@ -231,7 +233,7 @@ class CheckpointWeights:
                 )
 
     def _place(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-        """The key of a tensor, and its place in that key's stack."""
+        """The key of a tensor, and its index in this key's stack."""
         if (key := self._key_of.get((tensor.key, ()))) is not None:
             return key, tensor.index
         key = self._key_of.get((tensor.key, tensor.index[:1]))
@@ -257,7 +259,8 @@ class CheckpointWeights:
         return found.view([last - first for first, last in box])
 
     def _chunk(self, key: str, offset: torch.Size) -> torch.Tensor:
-        """A part as it was written; kept until another is asked for, since several tensors there are made of one."""
+        """A part as it was written; kept until another part is read, since several of our tensors may come from one
+        part."""
         if self._last is None or self._last[0] != (key, offset):
             self._last = None
             place = self._index.storage_data[MetadataIndex(key, offset)]
@@ -267,21 +270,21 @@ class CheckpointWeights:
         return self._last[1]
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- the results ------------------------------------------------------------------------------------------------------
 
 
 def write_checkpoint(root: Path, weights: Weights, tensors: list[Tensor], *, args: TrainConfig) -> Path:
-    """Write a torch_dist checkpoint without a training position ("release"), which appears whole or not at all.
+    """Write a torch_dist checkpoint without a training position ("release"); it appears completely or not at all.
 
     Args:
-        root: the directory, in which no checkpoint is.
+        root: the directory, which must have no checkpoint.
         args: completed; stored with the weights.
 
     Returns the checkpoint's directory.
     """
     staging = begin(root, 0)
     try:
-        apart = args.num_experts is not None and args.moe_layer_freq != 1  # as megatron.core decides
+        apart = args.num_experts is not None and args.moe_layer_freq != 1  # by megatron.core's rule
         index = _write_tensors(staging, weights, tensors, apart=apart)
         common = {
             "args": saved_arguments(args, iteration=0, consumed_train_samples=0, consumed_valid_samples=0),
@@ -303,9 +306,9 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[Tensor], *, arg
 
 
 def _as_written(tensor: Tensor, apart: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The key of a tensor in a checkpoint, its place in that key's stack, and the size of the stack.
+    """The key of a tensor in a checkpoint, its index in this key's stack, and the size of the stack.
 
-    `apart`: layers differ, so each has keys of its own, as those of multi-token prediction always have.
+    `apart`: layers differ, so each has its own keys, as layers of multi-token prediction always have.
     """
     for stack in (LAYERS, FURTHER_LAYERS):
         if tensor.key.startswith(stack) and (apart or stack == FURTHER_LAYERS):
@@ -353,9 +356,9 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor], *, apa
 
 
 def write_hugging_face(folder: Path, weights: Weights, tensors: list[Tensor], *, largest_file: int) -> None:
-    """Write a model's tensors as safetensors into a folder, in transformers' names.
+    """Write a model's tensors into a folder of safetensors files, with transformers' names.
 
-    `largest_file`: bytes; a tensor that is larger has a file of its own.
+    `largest_file`: bytes of a file; a larger tensor has its own file.
     """
     sources = sources_of(iter(tensors))
     wanted = {name: (weights.dtype(source.places[0][0]), source.shape) for name, source in sources.items()}
@@ -364,11 +367,11 @@ def write_hugging_face(folder: Path, weights: Weights, tensors: list[Tensor], *,
 
 
 def _parts_of(weights: Weights, source: Source) -> Iterator[torch.Tensor]:
-    """The parts of a tensor there, row by row."""
+    """Yield the parts of one of the files' tensors, row by row."""
     for tensor, pieces in source.places:
         itemsize = weights.dtype(tensor).itemsize
         if tensor.transposed:
-            for rows, columns in blocks(tensor, itemsize, by_columns=True):  # the columns here are rows there
+            for rows, columns in blocks(tensor, itemsize, by_columns=True):  # our columns are the files' rows
                 yield _as_there(weights.read(tensor, rows, columns), pieces).T
             continue
         if any(piece.step > 1 for piece in pieces):
@@ -383,7 +386,7 @@ def _parts_of(weights: Weights, source: Source) -> Iterator[torch.Tensor]:
 
 
 def _as_there(whole: torch.Tensor, pieces: tuple[Piece, ...]) -> torch.Tensor:
-    """All rows of a tensor here, in the order in which they stand there."""
+    """All rows of our tensor in the order of the files."""
     there = whole.new_empty((sum(piece.count for piece in pieces), *whole.shape[1:]))
     for piece in pieces:
         own = slice(piece.source, piece.source + (piece.count - 1) * piece.step + 1, piece.step)

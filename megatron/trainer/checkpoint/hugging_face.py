@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face model, read as the tensors of a checkpoint, and a run that starts from them.
+"""The weights of a Hugging Face model, read as the tensors of a checkpoint, and their loading into a run.
 
-Nothing is read but what is asked for: a block of rows for a conversion, its own part of each tensor for a rank.
+Only requested parts are read: for a conversion a block of rows, for a rank its own part of each tensor.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megatron.trainer.checkpoint.tensor_table import Piece, Tensor, canonical, s
 from megatron.trainer.files.safetensors_files import BUFFERS, WeightsFolder
 
 BLOCK = 32 * 2**20
-"""Bytes that are read at once."""
+"""The number of bytes read at once."""
 
 
 class Weights(Protocol):
-    """A model's tensors as a checkpoint has them, wherever they come from."""
+    """A model's tensors as a checkpoint has them, from any source."""
 
     def dtype(self, tensor: Tensor) -> torch.dtype: ...
 
     def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """A part of a tensor, on the CPU: rows `[first, last)` and, of a matrix, columns `[first, last)`."""
+        """Read a part of a tensor to the CPU: rows `[first, last)` and, for a matrix, columns `[first, last)`."""
 
 
 def blocks(
     tensor: Tensor, itemsize: int, *, by_columns: bool = False
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
-    """Rows and columns of the parts that make a tensor, one behind the other, of at most `BLOCK` bytes or a row."""
+    """Yield (rows, columns) of consecutive parts that make up a tensor, each of at most `BLOCK` bytes or one row."""
     rows = tensor.shape[0]
     columns = tensor.shape[1] if len(tensor.shape) == 2 else None
     along, across = (columns, rows) if by_columns else (rows, columns or 1)
@@ -55,11 +55,11 @@ def blocks(
 
 
 Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: (first, last) of each axis."""
+"""A part of a tensor: (first, last) for each axis, `last` exclusive."""
 
 
 def copy_common(target: torch.Tensor, target_box: Box, source: torch.Tensor, source_box: Box) -> int:
-    """Copy what two parts of one tensor have in common. Returns its number of elements."""
+    """Copy the elements that two parts of a tensor have in common. Returns their number."""
     common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target_box, source_box, strict=True)]
     if any(first >= last for first, last in common):
         return 0
@@ -72,19 +72,19 @@ def copy_common(target: torch.Tensor, target_box: Box, source: torch.Tensor, sou
 
 
 def box_of(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Box:
-    """Rows and columns as a part of a tensor."""
+    """The box of a part of a tensor, from its rows and columns."""
     return (rows,) if len(tensor.shape) == 1 else (rows, columns or (0, tensor.shape[1]))
 
 
 class HuggingFaceWeights:
-    """The weights of a folder with safetensors, as the tensors of a model here.
+    """The weights of a folder of safetensors files, as the tensors of our model.
 
-    Raises ValueError where the folder lacks a tensor of the model, has one that the model does not use, or has one of
-    another shape, and where a tensor that repeats another differs from it, such as a head from the embedding that the
-    configuration ties it to.
+    Raises ValueError if the folder lacks a tensor of the model, has one that the model does not use, or has one of
+    another shape; and if a tensor that repeats another differs from it, such as an output layer from the embedding to
+    which the configuration ties it.
 
     Args:
-        left_out: beginnings of names of tensors that the model does without.
+        left_out: prefixes of names of tensors that the model does not use.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HuggingFaceWeights:
         there = self.files.tensors
         sources = sources_of(iter(self.tensors.values()))
         for name, source in sources.items():
-            # A model that was saved without its head has no name of the inner model before those of its tensors.
+            # A model that was saved without its head has names without the inner model's prefix.
             own = name if name in there else name.partition(".")[2]
             if own not in there:
                 if source.copy_of is not None:
@@ -139,8 +139,7 @@ class HuggingFaceWeights:
             )
 
     def find(self, key: str, index: tuple[int, ...]) -> Tensor | None:
-        """The tensor of a checkpoint's key, and of its place in a stack of layers and experts; None if there is
-        none."""
+        """The tensor with a checkpoint's key at an index in its stack of layers and experts; None if there is none."""
         own, number = canonical(key)
         return self.tensors.get((own, (*number, *index)))
 
@@ -171,8 +170,10 @@ class HuggingFaceWeights:
         return found
 
     def _rows(self, tensor: Tensor, piece: Piece, first: int, last: int) -> torch.Tensor:
-        """Rows of the tensor there, or of an expert's part of it. Those of a transposed one are read again for each of
-        its pieces, and kept until others are asked for."""
+        """Rows of a tensor in the files, or of one expert's part of it.
+
+        The rows of a transposed tensor are needed again for each of its pieces, so they are kept until others are read.
+        """
         name = self._name_of[piece.name]
         offset = tensor.index[-1] * self.files.tensors[name].shape[1] if tensor.stacked else 0
         asked = name, offset + first, offset + last
@@ -186,7 +187,7 @@ class HuggingFaceWeights:
 
 
 class _Store:
-    """Weights as a store of a run's state, which has nothing but these."""
+    """A store of a run's state (`StateStore`) that has only weights."""
 
     common: dict = {}  # noqa: RUF012
 
@@ -203,7 +204,7 @@ class _Store:
         return any(own.startswith(prefix) for own, _ in self._weights.tensors)
 
     def load(self, state: dict) -> dict:
-        """Read what `state` asks for into its tensors. Raises ValueError, on every rank."""
+        """Read the weights that `state` requests into its tensors. Raises ValueError on every rank."""
         state, _ = extract_matching_values(state, lambda value: not is_extra_state(value))
         sharded, rest, factories = load_preprocess(state)
         with agreed(), torch.no_grad():
@@ -232,10 +233,10 @@ class _Store:
 
 
 def load_hugging_face(parts: RunParts, *, args: TrainConfig) -> None:
-    """Load the weights of the folder `args.load_hf`, of each rank its own, into model, masters and weight versions.
+    """Load each rank's part of the weights of the folder `args.load_hf` into model, master weights and weight versions.
 
-    Rows of the vocabulary beyond the folder's are zero. Collective. Raises ValueError on every rank if the weights
-    cannot be read, or are those of another model than the folder's configuration says.
+    Rows of the vocabulary that the folder lacks are zero. Collective. Raises ValueError on every rank if the weights
+    cannot be read, or if they are not of the model that the folder's configuration describes.
     """
     with agreed():
         model = model_of(read_config(args.load_hf), Path(args.load_hf) / "config.json")

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face model make which tensor of a checkpoint: a row for each kind of tensor."""
+"""The tensors of Hugging Face models that make up each tensor of a checkpoint: a row for each kind of tensor."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Row:
     """A kind of tensor.
 
     Attributes:
-        key: the key in our checkpoints; `*` stands for the layers' part of the key. Layers of multi-token prediction
+        key: the key in our checkpoints. `*` stands for the prefix of a layer's keys. Layers of multi-token prediction
             have the rows with `*`, too, and only they have the rows whose key begins with `+`.
-        names: the names in Hugging Face's files, with `{layer}`, the layer `{before}` it, the `{last}` one, and
-            `{expert}`.
+        names: the names in Hugging Face's files, with placeholders: `{layer}`, the previous layer `{before}`, the
+            `{last}` layer, and `{expert}`.
         first: the names in the first layer, if they differ.
-        where: the models that have it.
-        has_experts: True if only layers with experts have it, False if only layers without; None: all layers.
-        stacked: the files have one tensor for all experts of a layer.
+        where: whether a model has the tensor.
+        has_experts: True if only layers with experts have the tensor, False if only layers without; None: all layers.
+        stacked: whether the files have one tensor for all experts of a layer.
         copies: names of copies of the tensor in the files; each layer of multi-token prediction has one.
     """
 
@@ -68,7 +68,7 @@ def _untied(args: TrainConfig) -> bool:
     return args.untie_embeddings_and_output_weights
 
 
-# --- Llama and its kin ------------------------------------------------------------------------------------------------
+# --- Llama and similar models -----------------------------------------------------------------------------------------
 
 _LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{_LAYER}self_attn.", f"{_LAYER}mlp."
@@ -236,8 +236,8 @@ _MEGATRON_BERT = (
     *_norm(_B_NORM_2, f"{_E}ln"),
     *_norm(_B_NORM_LAST, "bert.encoder.ln"),
 )
-# The published BERT has a norm behind each sum. Here the same norms begin the next half of a layer, the next layer, and
-# the heads.
+# The published BERT has a norm after each sum. Here the same norm is the first part of the next half of a layer, of the
+# next layer, or of the heads.
 _E_NORM = "bert.encoder.layer.{}.output.LayerNorm"
 _BERT = (
     *_OF_BERT,
@@ -252,7 +252,7 @@ _distances = copied(lambda args: args.relative_attention_num_buckets, _heads)
 
 
 def _stack(stack: str) -> tuple[Row, ...]:
-    """What encoder and decoder have alike. The last part of a layer is the feed-forward layer."""
+    """The rows that encoder and decoder share. The last part of a layer is the feed-forward layer."""
     own, block = f"{stack}.layers.", f"{stack}.block."
     attention, mlp = f"{block}{{layer}}.layer.0.", f"{block}{{layer}}.layer.{1 if stack == 'encoder' else 2}."
     products = f"{mlp}DenseReluDense."
@@ -304,7 +304,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "t5": _T5,
     "mt5": _T5,
 }  # fmt: skip
-"""By `model_type`, the same ones as `model_families.FAMILIES` has."""
+"""`model_type` -> rows, for the model types in `model_families.FAMILIES`."""
 REPEATED = {
     "lm_head.weight": _WORDS,
     f"{_HEAD_OF_BERT}decoder.weight": _WORDS,
@@ -312,13 +312,13 @@ REPEATED = {
     "encoder.embed_tokens.weight": _WORDS,
     "decoder.embed_tokens.weight": _WORDS,
 }
-"""Tensors there that some files have although they are another one -> what they are here."""
+"""Tensors in some files that repeat another tensor -> the key of that tensor in our checkpoints."""
 
 
 def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
-    """All tensors of a model, layer by layer.
+    """Yield all tensors of a model, layer by layer.
 
-    `args`: completed, with `padded_vocab_size`, and `vocab_size` as in the files.
+    `args`: completed, with `padded_vocab_size`, and with `vocab_size` as in the files.
     """
     rows = [row for row in TABLE[model_type] if row.where(args)]
     experts, further = [False] * args.num_layers, args.mtp_num_layers or 0
@@ -341,7 +341,7 @@ def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
 
 
 def _num_layers(row: Row, args: TrainConfig) -> int:
-    """The layers of the row's stack."""
+    """The number of layers in the row's stack."""
     if args.architecture != "t5":
         return args.num_layers
     return args.encoder_num_layers if row.key.startswith("encoder.") else args.decoder_num_layers

@@ -1,13 +1,13 @@
-"""How a tensor of a checkpoint is made of tensors of a Hugging Face model. `tensor_rows` says which of which.
+"""The composition of a checkpoint's tensor from tensors of a Hugging Face model; `tensor_rows` says which tensors.
 
-Problem: the two name, cut and stack the same numbers differently. For example, queries, keys and values are one
-matrix here, with the heads of a group behind one another; a gated MLP's first layer is one matrix; GPT-2's matrices
-are transposed; GPT-OSS has the experts of a layer in one tensor, with the rows of gate and product in turn; and a
-vocabulary is padded.
+Problem: the two formats name, split and stack the same numbers differently. For example, in our checkpoints queries,
+keys and values are one matrix, with the heads of a group behind one another; a gated MLP's first layer is one matrix;
+GPT-2's matrices are transposed; GPT-OSS has the experts of a layer in one tensor, in which the rows of gate and factor
+alternate; and a vocabulary is padded.
 
-Solution: every tensor here is a sequence of row ranges, each of which is a range of rows, or of every second one, of
-one tensor there, transposed or not (`Piece`). A layout lists these ranges. So one table serves both directions, whole
-tensors and the part of a rank, and whatever is read can be read in blocks.
+Solution: every tensor of ours is a sequence of row ranges. Each is a range of rows, or of every second row, of one
+tensor in the files, transposed or not (`Piece`). A layout lists these ranges. So one table serves both directions,
+whole tensors and the part of a rank, and every tensor can be read in blocks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from megatron.trainer.arguments.flags.config import TrainConfig
 
 LAYERS, FURTHER_LAYERS = "decoder.layers.", "mtp.layers."
-"""Where the keys of a GPT's layers begin, and those of multi-token prediction, which a checkpoint always has apart."""
+"""The prefixes of a GPT's layers and of multi-token prediction layers; a checkpoint has the latter layer by layer."""
 _STACKS = (LAYERS, FURTHER_LAYERS, "encoder.layers.")
 INNER = "transformer_layer."
-"""What a layer of multi-token prediction has before the parts of a usual layer."""
+"""The prefix of the usual parts of a layer within a multi-token prediction layer."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The source of rows `first` to `first + count` of a tensor of our model: every `step`-th row, from row `source`
-    on, of the tensor `name` in the other format's files.
+    """The source of rows `first` to `first + count` of a tensor of our model.
 
-    If the tensor is transposed, the columns of `name` count as rows.
+    It is every `step`-th row, from row `source` on, of the tensor `name` in the files. If the tensor is transposed, the
+    columns of `name` count as rows.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Tensor:
     Attributes:
         key: its key in checkpoints, without the number of the layer.
         index: the numbers of its layer and its expert, if it has them.
-        stack: the numbers of layers and of experts that the checkpoint's tensor has.
+        stack: the numbers of layers and of experts in the checkpoint's tensor.
         shape: its shape without these axes: (rows, columns), or (rows,).
-        pieces: rows that come from the other format's files, in order; further rows are padding of the vocabulary.
-        transposed: the files have its columns as rows.
-        stacked: the files have one tensor for all experts of a layer.
+        pieces: rows that come from the files, in order; further rows are padding of the vocabulary.
+        transposed: whether the files have its columns as rows.
+        stacked: whether the files have one tensor for all experts of a layer.
         copies: names of further tensors in the files that equal this one.
     """
 
@@ -66,10 +66,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the other format's files: its shape, and our tensors that have its rows (or columns), each with its
-    pieces, in the order of the file.
+    """A tensor in the files.
 
-    `copy_of`: the name of the tensor that it repeats.
+    Attributes:
+        shape: its shape in the files.
+        places: our tensors that have its rows (or columns), each with its pieces, in the order of the file.
+        copy_of: the name of the tensor that it repeats; None if it repeats none.
     """
 
     shape: tuple[int, ...]
@@ -77,13 +79,13 @@ class Source:
     copy_of: str | None = None
 
 
-# --- layouts: (model, names there) -> shape here and pieces -----------------------------------------------------------
+# --- layouts: (model, names in the files) -> our shape and pieces -----------------------------------------------------
 
 Layout = Callable[[TrainConfig, tuple[str, ...]], tuple[tuple[int, ...], list[Piece]]]
 
 
 def copied(rows: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], int] | None = None) -> Layout:
-    """The layout of one tensor that is copied as it is."""
+    """The layout of a tensor that is copied unchanged."""
 
     def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
         shape = (rows(args),) if columns is None else (rows(args), columns(args))
@@ -93,17 +95,17 @@ def copied(rows: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], 
 
 
 def vocabulary(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
-    """One row for each token; rows behind the vocabulary are padding, zero when they are read from files."""
+    """The layout of one row per token; rows after the vocabulary are padding, which is zero when read from files."""
     return (args.padded_vocab_size, args.hidden_size), [Piece(names[0], 0, args.vocab_size, 0)]
 
 
 def vocabulary_bias(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
-    """One number for each token, padded as `vocabulary`."""
+    """The layout of one number per token, padded as in `vocabulary`."""
     return (args.padded_vocab_size,), [Piece(names[0], 0, args.vocab_size, 0)]
 
 
 def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
-    """The layout of an attention's projection: for each group its heads' queries, then its keys, then its values.
+    """The layout of an attention's input projection: for each group its heads' queries, then its keys, then its values.
 
     `names`: the names of the three tensors, or of one tensor that has all queries, then all keys, then all values.
     """
@@ -144,7 +146,7 @@ def gated(width: Callable[[TrainConfig], int]) -> Layout:
 
 
 def gated_in_turn(width: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], int] | None = None) -> Layout:
-    """As `gated`, from one tensor of the files in which the two kinds of rows alternate."""
+    """The layout of `gated` from one tensor in the files in which the two kinds of rows alternate."""
 
     def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
         rows = width(args)
@@ -155,7 +157,7 @@ def gated_in_turn(width: Callable[[TrainConfig], int], columns: Callable[[TrainC
 
 
 def num_groups(args: TrainConfig) -> int:
-    """The number of heads of keys and values."""
+    """The number of key-value heads."""
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
@@ -167,13 +169,16 @@ SAME_KEYS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""A layer's key in one spelling -> in the table's. Which of them a model has depends on its implementation: a norm is
-a module of its own or belongs to a linear layer. Transformer Engine's layers with experts have the former, local ones
-the latter; with latent attention it is the other way round."""
+"""A spelling of the beginning of a layer's key -> the table's spelling.
+
+The spelling depends on the implementation: a norm is a module of its own or belongs to a linear layer. Transformer
+Engine's layers with experts have the first spelling, local layers the second; with latent attention it is the other way
+round."""
 
 
 def canonical(key: str) -> tuple[str, tuple[int, ...]]:
-    """A checkpoint's key in the table's spelling, without the number of its layer; and this number, if it has one."""
+    """A checkpoint's key in the table's spelling, without the layer's number; and this number, or () if there is
+    none."""
     stack = next((each for each in _STACKS if key.startswith(each)), None)
     if stack is None:
         return key, ()
@@ -189,7 +194,8 @@ def canonical(key: str) -> tuple[str, tuple[int, ...]]:
 
 
 def sources_of(tensors: Iterator[Tensor]) -> dict[str, Source]:
-    """The files' tensors in the order in which our tensors need them; a copy follows the tensor that it repeats."""
+    """The tensors in the files, in the order in which our tensors need them; a copy follows the tensor that it
+    repeats."""
     places: dict[str, dict[tuple, tuple[Tensor, list[Piece]]]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:

@@ -8,8 +8,8 @@ allowed class or function.
 Solution: after `install`, every reader in this process, including megatron.core's own, uses restricted unpicklers.
 Objects are read as torch reads weights. The index has its own unpickler, with which a file can only build data. A name
 is read as a `_Name`, which only the instructions that make an object can use, as the tables below allow; the class
-itself never reaches the stack. Attributes can be set only on new objects of the listed classes, and items only on plain
-containers. All other instructions of this kind are refused.
+itself never reaches the stack. Attributes can be set only on new objects of the listed classes, and items only in plain
+containers. All other instructions that change objects are refused.
 """
 
 import pickle
@@ -45,7 +45,7 @@ _FACTORIES = {"dict": dict, "list": list, "set": set}
 
 
 class _Name(NamedTuple):
-    """A name in a file, which stands for the class or function without giving access to it."""
+    """A name in a file; it stands for a class or function without giving access to it."""
 
     module: str
     name: str
@@ -55,7 +55,7 @@ class _Name(NamedTuple):
 
 
 class IndexUnpickler(pickle._Unpickler):
-    """The unpickler of a checkpoint's index. Raises UnpicklingError for anything that does not belong there.
+    """The unpickler of a checkpoint's index. Raises UnpicklingError for anything that an index does not need.
 
     The base class is the Python implementation, since the instructions of the C implementation cannot be replaced.
     """
@@ -65,7 +65,7 @@ class IndexUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        named = _Name("builtins" if module == "__builtin__" else module, name)  # the name of builtins in protocol 2
+        named = _Name("builtins" if module == "__builtin__" else module, name)  # their name in protocol 2
         if named not in _CALLS and not _is_listed(_RECORDS, named) and not _is_listed(_ENUMERATIONS, named):
             raise pickle.UnpicklingError(f"it names {named}, which does not belong into the index of a checkpoint")
         return named
@@ -107,7 +107,7 @@ class IndexUnpickler(pickle._Unpickler):
 def _only_on(kinds: tuple[type, ...], instruction: Callable, *, above: Callable) -> Callable:
     """A restricted version of `instruction` that accepts only objects whose type is exactly one of `kinds`.
 
-    `above(unpickler)`: the object that the instruction changes.
+    `above(unpickler)`: returns the object that the instruction changes.
     """
 
     def checked(self: IndexUnpickler) -> None:
@@ -142,7 +142,7 @@ _replace_instructions()
 
 
 def _said(thing: Any) -> str:
-    """The name of an object for messages, without calling methods of an object that may be incomplete."""
+    """The name of an object for messages; calls no methods of an object, which may be incomplete."""
     return (
         str(thing) if type(thing) is _Name else repr(thing)[:80] if type(thing) in (str, int) else type(thing).__name__
     )
@@ -164,7 +164,8 @@ def _member(enumeration: type[Enum], value: Any) -> Enum:
 
 
 def _enum_member(enumeration: type[Enum], name: str) -> Enum:
-    """The `getattr` that a checkpoint may call, since Python 3.11 pickles a member of an enumeration with it."""
+    """The `getattr` that a checkpoint may call: since Python 3.11 a member of an enumeration is pickled with
+    `getattr`."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
     return enumeration[name]
@@ -224,7 +225,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replace the readers of checkpoints in torch and megatron.core by restricted ones. Further calls are no-ops."""
+    """Replace the readers of checkpoints in torch and megatron.core by restricted readers. Further calls do nothing."""
     global _installed
     if _installed:
         return
@@ -235,7 +236,7 @@ def install() -> None:
 
 
 class _Replaced(types.ModuleType):
-    """A copy of a module with some names replaced, for one module that uses it."""
+    """A copy of a module with some names replaced, for a single module that uses it."""
 
     def __init__(self, module: types.ModuleType, **names: Any) -> None:
         super().__init__(module.__name__)
@@ -262,5 +263,5 @@ def _register_safe_classes() -> None:
 
 
 def _refuse_state(member: Enum, state: Any) -> None:
-    """Refuse to set attributes of a member of an enumeration, which is shared by the whole process."""
+    """Refuse to set attributes of an enumeration's member, which the whole process shares."""
     raise pickle.UnpicklingError(f"it sets attributes of {member}, which the objects of a checkpoint do not")
