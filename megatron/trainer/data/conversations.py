@@ -1,13 +1,13 @@
 """The three datasets of `--sft`: conversations that share sequences, with a loss on their answers.
 
-Problem: conversations have any length. One to a sequence wastes most of it on padding, and cut at the ends of sequences
-they lose their questions.
+Problem: conversations have any length. A sequence with a single conversation is mostly padding, and conversations that
+are cut at the ends of sequences lose their questions.
 
-Solution: each is tokenized whole. Its last token is predicted and predicts nothing, so one of n + 1 tokens takes n
-places, and no label comes from another conversation. The longest goes first to the sequence in which it leaves the
-least room (best fit decreasing); what is left of a sequence is padding, a document of its own without a loss. Which
-conversations share a sequence depends on the data and `--seq-length` alone; the order of sequences is another in each
-epoch, by the seed.
+Solution: each conversation is tokenized whole. Its last token is predicted and predicts nothing, so a conversation of
+n + 1 tokens takes n places, and no label comes from another conversation. The longest conversation goes first, to the
+sequence in which it leaves the least room (best fit decreasing). The rest of a sequence is padding, a document of its
+own without a loss. The data and `--seq-length` alone decide which conversations share a sequence. The order of
+sequences differs in each epoch, by the seed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Documents:
     """The tokens of a file's conversations.
 
     Attributes:
-        tokens: int32 [tokens], the conversations one behind the other.
+        tokens: int32 [tokens], the conversations one after the other.
         has_loss: bool [tokens], whether a token belongs to an answer.
         borders: int64 [conversations + 1], the first token of each conversation, and the number of tokens.
         lines: int64 [lines + 1], the first conversation of each line of the file, and the number of conversations.
         num_cut: number of conversations that were cut to the length of a sequence.
-        num_left_out: number of conversations that are left out because they have no answer within that length.
+        num_left_out: number of conversations left out because they have no answer within this length.
     """
 
     tokens: numpy.ndarray
@@ -62,7 +62,7 @@ class Documents:
         *,
         length: int,
     ) -> Documents:
-        """Tokenize conversations, each with the end-of-document token behind it; `length`: places of a sequence."""
+        """Tokenize conversations, each followed by the end-of-document token; `length`: tokens of a sequence."""
         tokens, losses, lengths, firsts = [], [], [], [0]
         num_cut = num_left_out = 0
         for line in lines:
@@ -91,7 +91,8 @@ def _tokenized(
     tokenizer: MegatronTokenizerBase,
     prompt_format: conversations.PromptFormat,
 ) -> tuple[list[int], list[bool]]:
-    """The token ids, and for each whether it belongs to an answer, as the end-of-document token behind one does."""
+    """The token ids, and for each token whether it belongs to an answer; an end-of-document token belongs to its
+    text."""
     ids: list[int] = []
     has_loss: list[bool] = []
     is_answer = False
@@ -113,9 +114,9 @@ class PackedDocuments:
 
     Args:
         documents: the documents of a file.
-        lines: the lines of the file whose documents are taken.
-        length: places of a sequence.
-        end: the token id at places of padding.
+        lines: the numbers of the lines of the file whose documents are taken.
+        length: tokens of a sequence.
+        end: the token id of padding.
     """
 
     def __init__(self, documents: Documents, lines: Sequence[int], *, length: int, end: int) -> None:
@@ -156,7 +157,7 @@ class PackedDocuments:
 
 @dataclass
 class ConversationsConfig(BlendedMegatronDatasetConfig):
-    """The configuration of the datasets. `documents`: those of each file, by its path."""
+    """The configuration of the datasets. `documents`: path of a file -> its documents."""
 
     documents: dict[str, Documents] = field(default_factory=dict)
 
@@ -192,7 +193,7 @@ class ConversationsDataset(MegatronDataset):
 def build_conversations(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
     """The three datasets of conversations, as `build_blended` returns them, with a note on the sequences.
 
-    Collective: every rank must call it. Raises ValueError as `files.conversations.read`, too.
+    Collective: every rank must call it. Raises ValueError as `files.conversations.read` does, too.
     """
     if tokenizer.eod is None:
         raise ValueError("--sft ends each answer with the tokenizer's end token, and it has none; name its eos_token")
@@ -215,7 +216,7 @@ def build_conversations(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> 
 
 
 def _note(training, documents: Sequence[Documents]) -> str | None:
-    """How the training data are packed: None without any."""
+    """A sentence about the packing of the training data; None without training data."""
     if training is None:
         return None
     packed = [each.packed for each in getattr(training, "datasets", [training])]

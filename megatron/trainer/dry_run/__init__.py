@@ -1,1 +1,1 @@
-"""`--dry-run`: a job without its cluster."""
+"""`--dry-run`: the checks of a job without its cluster."""

@@ -1,8 +1,9 @@
-"""What a run that changes its pipeline may come to, before it begins: for a dry run.
+"""The possible changes of a run's pipeline, computed before the run starts, for a dry run.
 
-By hand it is known how many layers freeze; by a rule, it is assumed that all freeze that may, as if the last layer had
-the least gradients. Times are counted by arithmetic, since nothing was measured; so where the pipeline shrinks by
-measured times, this is a guess. A cache is taken to be used, and its reading to cost nothing.
+If the user lists the numbers of frozen layers, they are known. With a rule, all layers that may freeze are assumed to
+freeze, as if the last layer had the smallest gradients. Times are computed by arithmetic, since nothing was measured;
+so if measured times decide how the pipeline shrinks, the result is a guess. A cache is assumed to be used, and reading
+it to cost nothing.
 """
 
 import math
@@ -39,15 +40,15 @@ class PlannedChange:
 
     Attributes:
         iteration: the last iteration before the change.
-        arrangement: the arrangement after it.
+        arrangement: the arrangement after the change.
         num_bytes: bytes of the fullest rank after the change.
         bytes_in_change: bytes of the fullest rank during the change: the old state without gradients, and the new
             state, without activations.
-        rank: the pipeline rank, in the new pipeline, that takes the larger of these two.
+        rank: the pipeline rank, in the new pipeline, to which the larger of these two numbers belongs.
         bytes_moved: an upper bound on the bytes that ranks send each other, summed over all ranks.
-        outlook: seconds of a batch, up to a factor; None if no other cut is searched.
-        waiting_bytes: bytes of waiting operands of collectives, for which a rank needs room beside `num_bytes`, but not
-            during the change, when nothing is computed (planner/job/estimate.py).
+        outlook: seconds of a batch, up to a factor; None if the run searches for no other split.
+        waiting_bytes: bytes of waiting operands of collectives. A rank needs them beside `num_bytes`, but not during
+            the change, when nothing is computed (planner/job/estimate.py).
     """
 
     iteration: int
@@ -61,7 +62,7 @@ class PlannedChange:
 
     @property
     def is_fullest_within(self) -> bool:
-        """Whether a rank needs more memory during the change than at any time after it."""
+        """Whether a rank needs more memory during the change than after it."""
         return self.bytes_in_change > self.num_bytes + self.waiting_bytes
 
     @property
@@ -70,11 +71,11 @@ class PlannedChange:
 
     @property
     def speedup(self) -> float | None:
-        """The factor by which batches become faster by the new cut."""
+        """The factor by which the new split makes batches faster."""
         return self.outlook.before / self.outlook.after if self.outlook is not None and self.outlook.after else None
 
     def judge(self, gib: float) -> Verdict:
-        """The verdict on GPUs with this much memory, in GiB."""
+        """The verdict on GPUs with `gib` GiB of memory."""
         if self.is_fullest_within:
             return judge_fullest(self.bytes_in_change, gib, rank=self.rank)
         return judge_fullest(self.num_bytes, gib, rank=self.rank, waiting=self.waiting_bytes / GIB)
@@ -82,7 +83,7 @@ class PlannedChange:
 
 @dataclass(frozen=True)
 class _ProcessPart:
-    """The part of a pipeline that a process has."""
+    """A process's part of a pipeline."""
 
     memory: RankMemory
     layers: range
@@ -91,7 +92,7 @@ class _ProcessPart:
 def planned_changes(args: TrainConfig, layers: Sequence[int], processes: Sequence[Process] = ()) -> list[PlannedChange]:
     """The changes of a run of `args`. `layers`: the number of layers of each stage at the start.
 
-    `processes`: by rank; none: they are on one node.
+    `processes`: by rank; if empty, all are on one node.
     """
     first = Arrangement(
         args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers)
@@ -100,7 +101,7 @@ def planned_changes(args: TrainConfig, layers: Sequence[int], processes: Sequenc
     decisions, found, held = _Decisions(args, processes), [], _held(args)
     iteration, samples = args.freeze_start, args.freeze_start * args.global_batch_size
     while (iteration := iteration + args.freeze_interval) < args.train_iters and not decisions.are_final(args):
-        samples += args.freeze_interval * args.batch_sizes.global_batch_size  # read where batches have one size
+        samples += args.freeze_interval * args.batch_sizes.global_batch_size  # only used if all batches have one size
         wanted = decisions.next(args, iteration)
         if wanted != args.arrangement:
             args = arranged(args, wanted)
@@ -112,26 +113,27 @@ def planned_changes(args: TrainConfig, layers: Sequence[int], processes: Sequenc
 
 
 class _Decisions:
-    """The decisions of the run of `args` at the ends of its intervals, in their order.
+    """The decisions of the run of `args` at the ends of its intervals, in order.
 
-    Shapes are weighed where something differs from the interval before: the depth, a number of a list by hand, or the
-    pipeline. What is left of the run is no matter: here a change costs nothing, and a cache is read in any case.
+    Arrangements are compared only if something has changed since the previous interval: the number of frozen layers, a
+    number in the user's lists, or the pipeline. The length of the rest of the run does not matter: here a change costs
+    nothing, and a cache is always read.
 
     Attributes:
-        outlook: what is expected of the last decision; None where no other cut is looked for.
+        outlook: the expected times of the last decision; None if the run searches for no other split.
     """
 
     def __init__(self, args: TrainConfig, processes: Sequence[Process]) -> None:
         self.outlook: Outlook | None = None
         self._rule = make_rule(args) if args.freeze_training else None
         self._choice = _choice(args, processes)
-        self._norms = tuple(float(layer) for layer in range(args.num_layers, 0, -1))  # least at the end
+        self._norms = tuple(float(layer) for layer in range(args.num_layers, 0, -1))  # smallest at the end
         self._num_by_hand = max(len(args.elastic_schedule or ()), len(args.elastic_micro_batch_size or ()))
         self._num_intervals, self._is_settled = 0, False
 
     def next(self, args: TrainConfig, iteration: int) -> Arrangement:
-        """The arrangement after the next interval, which ends at `iteration` of a run that is arranged as `args`
-        say."""
+        """The arrangement after the next interval, which ends at `iteration` of the run in the arrangement of
+        `args`."""
         self._num_intervals += 1
         wanted = now = args.arrangement
         if self._rule is not None:
@@ -155,21 +157,21 @@ class _Decisions:
 
 
 def _choice(args: TrainConfig, processes: Sequence[Process]) -> ArrangementChoice | None:
-    """The run's choice of arrangements, under the same flags; it measures no disk."""
+    """The run's choice of arrangements, under the same flags; it does not measure the disk."""
     if not args.elastic_pipeline and args.activation_cache is None:
         return None
     device_bytes = math.inf if args.dry_run_gpu is None else device_gib(args.dry_run_gpu) * GIB
     is_here = args.activation_cache is None or all(map(os.path.exists, data_paths(args)["train"]))
     return ArrangementChoice(
         args, processes, device_bytes=device_bytes, disk=CacheSeconds(0.0, 0.0, 0.0),
-        epoch=None if is_here else 1,  # of a length that is not known here
+        epoch=None if is_here else 1,  # the length of an epoch is unknown here
     )  # fmt: skip
 
 
 def _change(
     args: TrainConfig, iteration: int, before: list[_ProcessPart], outlook: Outlook | None
 ) -> tuple[PlannedChange, list[_ProcessPart]]:
-    """The change to the present arrangement of `args`, and the part that each process has after it."""
+    """The change to the current arrangement of `args`, and each process's part after it."""
     after = _held(args)
     num_bytes, rank = max((each.memory.total, each.memory.rank) for each in after)
     bytes_in_change, rank_within = max(
@@ -184,7 +186,7 @@ def _change(
 
 
 def _held(args: TrainConfig) -> list[_ProcessPart]:
-    """The part that each process holds."""
+    """Each process's part of the pipeline."""
     ranks = memory_of_ranks(args, counts_communicators=from_flags.uses_nccl(args))
     degrees = degrees_of(args)
     ends = list(accumulate(args.arrangement.layers_of_rank, initial=0))
@@ -193,8 +195,9 @@ def _held(args: TrainConfig) -> list[_ProcessPart]:
 
 
 def _bytes_of_others(args: TrainConfig, before: range, after: range) -> float:
-    """What a process with layers `before` has not got of what it needs for `after`, as `args` are arranged now: weights
-    and the optimizer's state. Where replicas share that state out, all of it may be another's.
+    """The bytes that a process with layers `before` lacks for layers `after`, in the current arrangement of `args`.
+
+    They are weights and the optimizer's state. If replicas shard this state, another rank may hold all of it.
     """
     model, state, tensor = (
         from_flags.architecture(args),

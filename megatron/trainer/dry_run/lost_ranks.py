@@ -1,7 +1,7 @@
-"""What a lost rank would come to in a job with replicas: for a dry run.
+"""The effects of a lost rank in a job with replicas, for a dry run.
 
-A rank is lost with the whole group of processes that share its layers (tensor and context parallelism): none of them
-can go on alone. Where no GPU is named, times are in those of a layer's forward; a backward takes two.
+A rank is lost with all processes that share its layers (tensor and context parallelism), since none of them can
+continue alone. If no GPU is named, times are in units of a layer's forward; a backward takes two units.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
 from megatron.trainer.arguments.rules.lost_ranks import refusal
 from megatron.trainer.plan import from_flags
 
-_MOST = 16_384  # computations of the batches whose orders are searched, over all losses: about a minute
+_MOST = 16_384  # computations in the batches whose orders are searched, over all losses: about a minute
 
 _COPIED_BYTES = 16
-"""For each parameter of a shard: its FP32 master, both moments, and the gradient of the batch that steps it."""
+"""Bytes for each parameter of a shard: its FP32 master weight, both moments, and the gradient of the current batch."""
 
 
 @dataclass(frozen=True)
 class LostRanks:
-    """What the loss of one rank costs, for each rank of the pipeline.
+    """The cost of losing one rank, for each rank of the pipeline.
 
-    Attributes:
-        losses: the cost of each loss; empty if the job cannot go on.
-        lines: further lines of the dry run.
-        seconds: whether times are in seconds; otherwise in forwards of a layer.
+    losses: the cost of each loss; empty if the job cannot continue.
+    lines: further lines for the dry run.
+    seconds: whether times are in seconds; otherwise they are in forwards of a layer.
     """
 
     losses: tuple[Loss, ...]
@@ -40,7 +39,7 @@ class LostRanks:
 
 
 def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMemory]) -> LostRanks | None:
-    """Return what lost ranks cost a job of `args`, whose stages have `layers` layers each; None without replicas."""
+    """The cost of lost ranks for a job of `args` whose stages have `layers` layers; None without replicas."""
     if args.data_parallel_size == 1 or args.skip_train:
         return None
     schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())
@@ -70,9 +69,9 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
 
 
 def _without_program(args: TrainConfig, size: int) -> str | None:
-    """The reason why no program without a rank is of use to the job; None where one is.
+    """The reason why no program without a rank can serve the job; None if a program can.
 
-    `size`: the number of microbatches of a batch.
+    `size`: the number of microbatches in a batch.
     """
     if args.num_experts is not None or args.changes:
         return refusal(args)
@@ -84,7 +83,7 @@ def _without_program(args: TrainConfig, size: int) -> str | None:
 
 
 def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
-    """The costs of the job's stages in seconds; None where the planner does not price the job, or no GPU is named."""
+    """The costs of the job's stages in seconds; None if the planner cannot price the job or no GPU is named."""
     schedule = args.schedule
     if (
         args.dry_run_gpu not in DEVICES
@@ -100,7 +99,8 @@ def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
 
 
 def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[str]:
-    """A line about the state of the optimizer that a lost rank takes along, or about the copies of it."""
+    """A line about the optimizer state that is lost with a rank, or about its copies; empty if replicas have it
+    whole."""
     if not args.use_distributed_optimizer:
         return []
     if not args.redundant_optimizer:
@@ -112,7 +112,7 @@ def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[st
 
 
 def _memory_lines(args: TrainConfig, losses: Sequence[Loss], memory: Sequence[RankMemory]) -> list[str]:
-    """A line about the rank that is fullest behind some loss."""
+    """A line about the rank that needs most memory after any loss."""
     held = [each.survivors.held for each in losses if each.survivors]
     before = next(each.survivors.held_undisturbed for each in losses if each.survivors)
     most = [max(of_rank) for of_rank in zip(*held, strict=True)]

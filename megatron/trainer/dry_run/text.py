@@ -1,4 +1,4 @@
-"""What a dry run found, as a record, for people and for programs."""
+"""The findings of a dry run, as a record, as text and as JSON."""
 
 import sys
 from collections.abc import Sequence
@@ -20,21 +20,20 @@ from megatron.trainer.dry_run.lost_ranks import LostRanks
 from megatron.trainer.plan import from_flags
 from megatron.trainer.report.metrics import flops_per_sample
 
-_MOST_NODES = 16  # that are shown
+_MOST_NODES = 16  # the number of nodes that are shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostedRun:
-    """What a dry run finds about weights that live on the host.
+    """The findings of a dry run about weights on the host.
 
     Attributes:
-        hosting: how the weights live there.
+        hosting: how the host keeps the weights.
         node_bytes: bytes of host memory that each node with ranks needs.
-        verdict, largest: the verdict on --dry-run-host-memory, and the largest model for it; None if the flag was not
-            given. `largest` is also None if not even a layer on each rank fits.
-        seconds: the planner's seconds of an iteration; None if no GPU was named.
-        lanes: for each lane, the seconds that it is busy on the rank where it is busy longest; empty if no GPU was
-            named.
+        verdict, largest: the verdict on --dry-run-host-memory, and the largest model for this memory; None without the
+            flag. `largest` is also None if not even one layer per rank fits.
+        seconds: the planner's seconds of an iteration; None if no GPU is named.
+        lanes: lane -> the seconds that it is busy, on the rank on which it is busy longest; empty if no GPU is named.
     """
 
     hosting: Hosting
@@ -47,13 +46,13 @@ class HostedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """A job that was checked.
+    """A job, as a dry run has checked it.
 
     Attributes:
-        report: the proof of its largest batches.
-        verdict: the verdict on the pipeline with which it begins; None if no GPU was named.
-        hosted: the findings about weights on the host; None if weights live on the device.
-        lost: what lost ranks cost; None without replicas.
+        report: the proof of the largest batches.
+        verdict: the verdict on the first pipeline; None if no GPU is named.
+        hosted: the findings about weights on the host; None if weights are on the device.
+        lost: the cost of lost ranks; None without replicas.
     """
 
     args: TrainConfig
@@ -71,18 +70,18 @@ class DryRun:
 
     @property
     def fullest_change(self) -> PlannedChange | None:
-        """The change during or after which a rank takes most memory."""
+        """The change during or after which a rank needs most memory."""
         return max(self.changes, key=lambda each: each.most_bytes, default=None)
 
     @property
     def verdict_of_changes(self) -> Verdict | None:
-        """The verdict on the fullest change; None where nothing changes, or no GPU was named."""
+        """The verdict on the fullest change; None if nothing changes or no GPU is named."""
         if self.fullest_change is None or self.args.dry_run_gpu is None:
             return None
         return self.fullest_change.judge(device_gib(self.args.dry_run_gpu))
 
     def moment(self, change: PlannedChange) -> str:
-        """The moment at which a change takes most memory, in words."""
+        """The moment at which a change needs most memory, in words."""
         if change.is_fullest_within:
             return f"while the pipeline changes at iteration {change.iteration}"
         return f"from iteration {change.iteration} on"
@@ -94,7 +93,7 @@ class DryRun:
 
 
 def print_dry_run(result: DryRun, prog: str) -> None:
-    """Print to standard output: tables with lines and colours on a terminal, plain ones in a pipe."""
+    """Print to standard output: tables with lines and colours on a terminal, plain tables in a pipe."""
     plain, out = not sys.stdout.isatty(), console()
 
     def say(*lines: str, style: str = "") -> None:
@@ -213,7 +212,7 @@ def _verdict_lines(result: DryRun, verdict: Verdict, where: str) -> list[str]:
 
 
 def _host_lines(run: HostedRun, memory: Sequence[RankMemory]) -> list[str]:
-    """Lines about weights that live on the host."""
+    """Lines about weights on the host."""
     parts = [rank.host for rank in memory]
     fullest = max(parts, key=lambda each: each.total)
     said = [
@@ -284,7 +283,7 @@ def _size(num_bytes: float) -> str:
 
 
 def to_dict(result: DryRun) -> dict:
-    """The findings for JSON: bytes, and GiB where the name says so."""
+    """The findings for JSON: in bytes, and in GiB where a name says so."""
     report = result.report
     return {
         "world_size": result.args.world_size,
@@ -318,7 +317,7 @@ def to_dict(result: DryRun) -> dict:
 
 
 def _verdict(result: DryRun) -> dict | None:
-    """The verdict on the pipeline at first, or on a change where that leaves less; `iteration` says which."""
+    """The verdict on the first pipeline, or on a change if it leaves less memory; `iteration` says which."""
     verdict, change = result.verdict, None
     if verdict is None:
         return None
@@ -333,7 +332,7 @@ def _verdict(result: DryRun) -> dict | None:
 
 
 def _host_to_dict(run: HostedRun, memory: Sequence[RankMemory]) -> dict:
-    """The findings about the host, for JSON: bytes and seconds, and GiB where the name says so."""
+    """The findings about the host, for JSON: in bytes and seconds, and in GiB where a name says so."""
     verdict, largest = run.verdict, run.largest
     return {
         "resident_stages": run.hosting.stages,

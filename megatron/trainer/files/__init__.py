@@ -1,1 +1,1 @@
-"""Readers of files of samples, without torch."""
+"""Readers of sample files and weight files."""

@@ -1,13 +1,13 @@
-"""Conversations in JSON lines, and the texts that a prompt format makes of them. This module imports no torch.
+"""Conversations in JSON lines, and their texts in a prompt format. Imports no torch.
 
-Problem: a chat model learns its answers, and not what it is asked. So it must be known of each token whether it belongs
-to an answer, which a text that is put together first and then tokenized no longer says.
+Problem: a chat model learns the answers, not the questions. So each token must be known to belong to an answer or not,
+and a text that is assembled first and tokenized then no longer shows that.
 
-Solution: a format is a row of `PROMPT_FORMATS`: what stands before and behind a message, by its role. A conversation is
-a sequence of texts, which are tokenized one by one, each either an answer with what ends it or no answer at all.
+Solution: a format is an entry of `PROMPT_FORMATS`: the texts before and after a message, by its role. A conversation is
+a sequence of texts that are tokenized one by one; each is an answer with its ending, or contains no answer.
 
 A line is an object whose `messages` are a list of objects with `role` (system, user or assistant) and `content`. As in
-Megatron-LM a line may hold several conversations: each but the first begins with a system message.
+Megatron-LM, a line may contain several conversations: each one after the first begins with a system message.
 """
 
 from bisect import bisect_left, insort
@@ -26,10 +26,10 @@ Conversation = list[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """How a conversation is written.
+    """The text form of a conversation.
 
     Attributes:
-        around: role -> the texts before and behind a message. The text behind an answer is learned, too.
+        around: role -> the texts before and after a message. The text after an answer is learned, too.
         begin: the text before the first message.
         removed: words that are removed from messages other than answers.
     """
@@ -39,7 +39,7 @@ class PromptFormat:
     removed: tuple[str, ...] = ()
 
     def texts(self, conversation: Conversation) -> Iterator[tuple[str, bool]]:
-        """(text, whether it is an answer), in order; neighbouring texts that are no answers are joined."""
+        """Yield (text, whether it is an answer) in order; neighbouring texts without an answer are joined."""
         pieces = [(self.begin, False)]
         for role, content in conversation:
             before, behind = self.around[role]
@@ -55,7 +55,7 @@ class PromptFormat:
 
 
 def _alike(before: str, behind: str) -> dict[str, tuple[str, str]]:
-    """The same around every message, but for its role."""
+    """The texts around messages that differ only in the message's role."""
     return {role: (before.format(role=role), behind) for role in (SYSTEM, USER, ASSISTANT)}
 
 
@@ -80,14 +80,14 @@ PROMPT_FORMATS: Mapping[str, PromptFormat] = {
         around=_alike("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"), begin="<|begin_of_text|>"
     ),
 }
-"""By `--sft-tokenizer-prompt-format`. The first two are Megatron-LM's."""
+"""Value of `--sft-tokenizer-prompt-format` -> format. The first two formats are Megatron-LM's."""
 
 
 def read(path: str) -> list[list[Conversation]]:
-    """The conversations of each line of a file, plain or compressed; empty lines are left out.
+    """Read the conversations of each line of a file, plain or compressed; empty lines are skipped.
 
-    Raises ValueError for a file that is missing or has no conversations, and for a line that holds no conversations, a
-    message without a text, or an answer to nothing.
+    Raises ValueError for a file that is missing or has no conversations, and for a line without conversations, a
+    message without a text, or an answer without a question.
     """
     lines = []
     with open_text(path) as stream:
@@ -138,16 +138,16 @@ def _checked(messages: Sequence[object], where: str) -> Iterator[tuple[str, str]
         before = role
 
 
-# --- several in one sequence
+# --- several conversations in one sequence
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Share out numbers with lengths of at most `capacity` to as few sequences as best fit decreasing finds.
+    """Distribute numbered items of given lengths over sequences of `capacity` by best fit decreasing.
 
-    Equal input gives equal output, in which each number stands once.
+    Returns the numbers in each sequence. No length may exceed `capacity`. Equal input gives equal output.
     """
     sequences: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room that is left, sequence), ascending
+    rooms: list[tuple[int, int]] = []  # (remaining room, sequence), ascending
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         place = bisect_left(rooms, (lengths[number], 0))
         room, sequence = rooms.pop(place) if place < len(rooms) else (capacity, len(sequences))

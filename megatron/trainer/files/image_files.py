@@ -1,8 +1,8 @@
-"""Images with classes in numpy's files.
+"""Images with classes in numpy files.
 
 A file `*.npz` has the arrays `images`, [n, height, width] or [n, height, width, channels], and `labels`, n whole
-numbers from 0 on. Bytes are scaled to -1 to 1; other numbers are used unchanged. A folder stands for its files in the
-order of their names. This module imports no torch.
+numbers from 0 on. Bytes are scaled to -1 to 1; other numbers are used unchanged. A folder means its files in the order
+of their names. Imports no torch.
 """
 
 from collections.abc import Sequence

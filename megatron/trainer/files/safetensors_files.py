@@ -1,16 +1,17 @@
-"""Weights in safetensors files, plain and quantized, read and written by parts: a model never has to fit into memory.
+"""Weights in safetensors files, plain and quantized, read and written by parts, so that a model need not fit into
+memory.
 
 A file has the length of a header (8 bytes, little-endian), the header in JSON (name -> dtype, shape, place of the
 data), and the data, row by row. A folder has `model.safetensors`, or several files and
 `model.safetensors.index.json`, which names the file of each tensor. The package safetensors maps whole files into
-memory, and their pages then count as the process's own; and it can only write whole files. Here single rows are read,
-and tensors are written as they come. https://huggingface.co/docs/safetensors/index#format
+memory, where their pages count as the process's own, and it can write only whole files. This module reads single rows,
+and writes tensors as they come. https://huggingface.co/docs/safetensors/index#format
 
-Quantized weights are read as the bf16 tensors that they stand for. Two forms are published. DeepSeek's FP8: a matrix
-`NAME.weight` of e4m3 numbers with a matrix `NAME.weight_scale_inv`, which has a factor for each block of 128 x 128.
-MXFP4 of GPT-OSS (OCP's Microscaling Formats, 1.0): the matrices of all experts are `NAME_blocks` with two e2m1 numbers
-in a byte, the lower half first, and `NAME_scales` with the exponent, plus 127, of each 32 numbers; the unquantized
-matrix is their transpose. Products are rounded to bf16 once, as in transformers.
+Quantized weights are read as bf16 tensors. Two formats are supported. DeepSeek's FP8: a matrix `NAME.weight` of e4m3
+numbers with a matrix `NAME.weight_scale_inv`, which has a factor for each block of 128 x 128. MXFP4 of GPT-OSS (OCP's
+Microscaling Formats, 1.0): the matrices of all experts are `NAME_blocks`, with two e2m1 numbers in a byte, the lower
+half first, and `NAME_scales`, with the exponent, plus 127, of each 32 numbers; the unquantized matrix is their
+transpose. Products are rounded to bf16 once, as in transformers.
 """
 
 from __future__ import annotations
@@ -32,29 +33,29 @@ from megatron.documents.files import read_json
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes of weights, by their name in a header."""
+"""Name in a header -> dtype of weights."""
 _OTHERS = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I64": torch.int64, "BOOL": torch.bool}
-"""Dtypes of quantized weights, and of buffers."""
-_LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+"""Name in a header -> dtype of quantized weights and of buffers."""
+_LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 UNREAD = (
     "weights in FP32, BF16, FP16, MXFP4 and in FP8 (e4m3) with a scale for each 128 x 128 block are read; save the "
     "model in bf16 first"
 )
-"""Why a dtype is refused."""
+"""The reason why a dtype is refused."""
 
 _OLD_NAMES = re.compile(r"LayerNorm\.(gamma|beta)$")
 
 
 def _new_name(old: re.Match[str]) -> str:
-    """As transformers renames the norms of BERTs that were converted from TensorFlow."""
+    """Rename a norm of a BERT that was converted from TensorFlow, as transformers does."""
     return f"LayerNorm.{'weight' if old[1] == 'gamma' else 'bias'}"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its dtype and shape, and where its first byte is."""
+    """A tensor in a file: its dtype and shape, and the offset of its first byte in the file."""
 
     path: Path
     dtype: torch.dtype
@@ -63,10 +64,10 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, by name, in `tensors`.
+    """The tensors of a folder of safetensors files: name -> tensor in `tensors`.
 
-    Raises ValueError for a folder without such files, a file that is missing, damaged or truncated, an index that
-    does not agree with its files, and a tensor of another dtype than weights, quantized weights and buffers have.
+    Raises ValueError for a folder without such files, a file that is missing, damaged or truncated, an index that does
+    not agree with its files, and a tensor with a dtype of neither weights, quantized weights nor buffers.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -82,7 +83,7 @@ class SafetensorsFolder:
             self.tensors |= {_OLD_NAMES.sub(_new_name, name): tensor for name, tensor in found.items()}
 
     def _files(self) -> dict[Path, set[str] | None]:
-        """File -> the names that the index has for it; None without an index."""
+        """File -> the names of its tensors in the index; None without an index."""
         index = self.folder / INDEX
         if not index.exists():
             if not (self.folder / ONE).exists():
@@ -98,9 +99,9 @@ class SafetensorsFolder:
         return files
 
     def rows(self, name: str, first: int, last: int, *, axes: int = 1) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive) of a tensor, on the CPU, in the file's dtype. Raises ValueError.
+        """Read rows `first` to `last` (exclusive) of a tensor to the CPU, in the file's dtype. Raises ValueError.
 
-        `axes`: how many of the first axes are counted as one, the rows.
+        `axes`: the number of first axes that together count as the rows.
         """
         stored = self.tensors[name]
         bytes_of_row = math.prod(stored.shape[axes:]) * stored.dtype.itemsize
@@ -116,11 +117,11 @@ class SafetensorsFolder:
     def _stream(self, path: Path) -> BinaryIO:
         if self._open is None or self._open[0] != path:
             self.close()
-            self._open = (path, open(path, "rb"))  # noqa: SIM115 (kept until another file is read)
+            self._open = (path, open(path, "rb"))  # noqa: SIM115 (open until another file is read)
         return self._open[1]
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
@@ -160,12 +161,12 @@ def write_folder(
     *,
     largest_file: int,
 ) -> None:
-    """Write a model's tensors into a folder, synced.
+    """Write a model's tensors into a folder. The weight files are synced.
 
     Args:
-        tensors: name -> dtype and shape, in the order in which they are written.
-        parts: name and data, which follow one another as in `tensors`; a tensor may come in several parts, row by row.
-        largest_file: bytes; a file has one tensor at least.
+        tensors: name -> dtype and shape, in the order in which the tensors are written.
+        parts: names and data, in the order of `tensors`; a tensor may come in several parts, row by row.
+        largest_file: bytes of a file; a larger tensor has its own file.
     """
     groups: list[dict[str, int]] = [{}]
     for name, (dtype, shape) in tensors.items():
@@ -185,7 +186,7 @@ def write_folder(
             header[name] = {"dtype": names_of[dtype], "shape": list(shape), "data_offsets": [place, place + size]}
             place += size
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+        text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8 bytes
         with open(folder / file, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for expected, size in sizes.items():
@@ -207,22 +208,24 @@ def write_folder(
 
 # --- quantized weights ------------------------------------------------------------------------------------------------
 
-_BLOCK = 128  # rows and columns of FP8 with one factor
-_GROUP = 32  # numbers of MXFP4 with one exponent
+_BLOCK = 128  # rows and columns of an FP8 block with one factor
+_GROUP = 32  # MXFP4 numbers with one exponent
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NOT_A_NUMBER = 255
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-"""What the names of factors, of MXFP4's numbers and of MXFP4's exponents end with."""
+"""Suffixes of the names of FP8's factors, of MXFP4's numbers and of MXFP4's exponents."""
 BUFFERS = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids",
-    ".EncDecAttention.relative_attention_bias.weight",  # a table of the first T5, which no layer reads
+    ".EncDecAttention.relative_attention_bias.weight",  # a table of the original T5 that no layer reads
 )  # fmt: skip
-"""What the names of tensors end with that older files have beside the weights: buffers."""
+"""Suffixes of the names of buffers, which older files have beside the weights."""
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., groups, 16] and [..., groups] -> bf16 [..., 32 * groups]. Raises ValueError for a scale that is no
-    number."""
+    """Convert MXFP4, uint8 [..., groups, 16] with scales uint8 [..., groups], to bf16 [..., 32 * groups].
+
+    Raises ValueError for a scale that is no number.
+    """
     if (scales == _NOT_A_NUMBER).any():
         raise ValueError("MXFP4 has a scale that is no number; download the file again")
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
@@ -231,8 +234,11 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def from_fp8(numbers: torch.Tensor, factors: torch.Tensor, first: int) -> torch.Tensor:
-    """e4m3 [rows, columns] -> bf16. `factors`: those of the blocks that the rows lie in, of which the first is row
-    `first` of the whole matrix."""
+    """Convert FP8, e4m3 [rows, columns], to bf16.
+
+    `factors`: the factors of the blocks that contain these rows. `first`: the number of the first row in the whole
+    matrix.
+    """
     rows, columns = numbers.shape
     block_of_row = torch.arange(first, first + rows) // _BLOCK - first // _BLOCK
     wide = factors.float().repeat_interleave(_BLOCK, 1)[:, :columns]
@@ -240,9 +246,10 @@ def from_fp8(numbers: torch.Tensor, factors: torch.Tensor, first: int) -> torch.
 
 
 class WeightsFolder:
-    """The tensors of a folder as weights, by name, in `tensors`: FP32, BF16 and FP16 as they are, others in bf16.
+    """The tensors of a folder as weights: name -> tensor in `tensors`. FP32, BF16 and FP16 are unchanged, others are
+    bf16.
 
-    Raises ValueError as `SafetensorsFolder` does, and for quantized weights of another form.
+    Raises ValueError as `SafetensorsFolder` does, and for quantized weights in another format.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -281,7 +288,7 @@ class WeightsFolder:
         return StoredTensor(blocks.path, torch.bfloat16, (experts, groups * _GROUP, columns), blocks.offset)
 
     def rows(self, name: str, first: int, last: int, *, axes: int = 1) -> torch.Tensor:
-        """As `SafetensorsFolder.rows`. Of MXFP4 the rows are of one expert, and `axes` is 2."""
+        """Read rows as `SafetensorsFolder.rows` does. For MXFP4 the rows must be of one expert, with `axes` 2."""
         if name in self._fp8:
             factors = self._files.rows(name + SCALE, first // _BLOCK, -(-last // _BLOCK))
             return from_fp8(self._files.rows(name, first, last), factors, first)
@@ -300,5 +307,5 @@ class WeightsFolder:
         return from_mxfp4(*quantized)[:, first - skipped : last - skipped].T
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file."""
         self._files.close()

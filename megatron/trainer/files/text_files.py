@@ -1,7 +1,7 @@
-"""Texts in files, and the sentences of a text. This module imports no torch.
+"""Texts in files, and the sentences of a text. Imports no torch.
 
-A file of texts with classes, plain or compressed (.gz, .bz2, .xz), has JSON lines with `text` and `label`; or it is a
-table with tabs whose first line has the columns `text` (or `sentence`, as in GLUE) and `label`.
+A file of texts with classes, plain or compressed (.gz, .bz2, .xz), has JSON lines with `text` and `label`, or is a
+tab-separated table whose first line names the columns `text` (or `sentence`, as in GLUE) and `label`.
 """
 
 import json
@@ -98,7 +98,7 @@ def _table(path: Path, lines: Sequence[str]) -> Iterator[Sample]:
 # --- sentences --------------------------------------------------------------------------------------------------------
 
 LONGEST_SENTENCE = 512
-"""The largest number of tokens of a sentence. megatron.core ignores a document of several sentences with a longer one.
+"""The largest number of tokens in a sentence; megatron.core ignores a document of several sentences with a longer one.
 """
 
 ABBREVIATIONS = frozenset(
@@ -134,7 +134,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends_sentence(before: str, end: str) -> bool:
-    """Whether the mark `end` after the words `before` ends a sentence, and not only an abbreviation."""
+    """Whether the mark `end` after the words `before` ends a sentence, not only an abbreviation."""
     if end != ".":
         return True
     word = _LAST_WORD.search(before)[1]

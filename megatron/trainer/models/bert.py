@@ -22,10 +22,10 @@ with warnings.catch_warnings():
 def bert_model(
     args: TrainConfig, config: TransformerConfig, pre_process: bool = True, post_process: bool = True
 ) -> BertModel:
-    """Build the part of the BERT for the stage that `config` describes.
+    """Build the BERT's layers for the stage that `config` describes.
 
-    `args.padded_vocab_size` gives the size of the embedding. At the end the random states are reset by
-    `set_seeds(args.seed)`.
+    `args.padded_vocab_size` gives the number of rows of the embedding. At the end, `set_seeds(args.seed)` resets the
+    random states.
     """
     set_seeds(args.seed)
     model = BertModel(
@@ -53,7 +53,7 @@ def bert_model(
 
 
 def bert_layer_spec(args: TrainConfig) -> ModuleSpec:
-    """The module specification of a layer, as a copy, since megatron.core sets the kind of mask in it."""
+    """The module specification of a layer; a copy, since megatron.core sets the kind of mask in it."""
     if args.transformer_impl == "transformer_engine":
         spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
     else:
@@ -64,7 +64,7 @@ def bert_layer_spec(args: TrainConfig) -> ModuleSpec:
 def _initialize_heads(args: TrainConfig, config: TransformerConfig, model: BertModel) -> None:
     """Initialise the heads again, from a random stream of their own.
 
-    megatron.core draws them after the rank's layers, so that they would depend on the number of these layers.
+    megatron.core draws them after the rank's layers, so they would depend on the number of these layers.
     """
     set_seeds(layer_stream(args, config.num_layers + 2))
     layers: list[nn.Linear] = [model.lm_head.dense]
