@@ -1,10 +1,10 @@
 """Classifiers of texts (a BERT) and of images (a ViT), in stages, with their head and their loss.
 
-megatron.core's BertModel always has an output layer over the vocabulary. So the parts of a BERT are assembled here,
-under the same names, so that its checkpoints load: embedding and layers of `pretrain_bert.py`'s model, with a pooler
-and a new head.
+megatron.core's BertModel always has an output layer over the vocabulary. So this module assembles a BERT from its
+parts, with the same names, so that its checkpoints load: embedding and layers of `pretrain_bert.py`'s model, with a
+pooler and a new head.
 
-megatron.core's own vision models cannot be cut into stages, and their local layers attend causally. Here the first
+megatron.core's own vision models cannot be split into stages, and their local layers attend causally. Here the first
 stage converts patches to tokens, the last stage predicts the class, and the layers of every stage attend to all
 patches.
 
@@ -40,7 +40,7 @@ class _ClassificationHead(MegatronModule):
     """The head of a classifier: dropout and a linear layer, from features [b, hidden] to logits [b, classes].
 
     Args:
-        dropout: rate of the dropout before the linear layer.
+        dropout: probability of the dropout before the linear layer.
     """
 
     dropout_place = "head", 0
@@ -87,7 +87,7 @@ def classification_loss(
         counts: float32 [b], 0 for a sample that only fills an evaluation's last batch.
         logits: [b, classes].
 
-    Returns (sum of losses, number of samples, {"loss", "accuracy": tensor [sum, samples]}); the last is detached.
+    Returns (sum of losses, number of samples, {"loss", "accuracy": tensor [sum, samples]}); the tensors are detached.
     """
     losses = cross_entropy(logits.float(), labels, reduction="none") * counts
     number, total = counts.sum(), losses.sum()
@@ -102,7 +102,7 @@ def classification_loss(
 
 
 class _Classifier(MegatronModule):
-    """The part of a classifier on one stage: a block of layers, on the first stage an embedding, on the last a head.
+    """The part of a classifier on one stage: layers; on the first stage also an embedding, on the last stage a head.
 
     Args:
         config: configuration of the stage, which determines its layers.
@@ -113,7 +113,7 @@ class _Classifier(MegatronModule):
     new_parts = ("classification_head",)
     """Children that --pretrained-checkpoint does not load."""
     block: ClassVar[str]
-    """The name of the layers, in the model and in checkpoints."""
+    """The name of the block of layers, in the model and in checkpoints."""
 
     def __init__(self, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
         super().__init__(config)
@@ -131,7 +131,7 @@ class _Classifier(MegatronModule):
     ) -> "_Classifier":
         """Build the part of the stage that `config` describes; `args` have the shapes of embedding and head.
 
-        At the end the random states are reset by `set_seeds(args.seed)`.
+        At the end, `set_seeds(args.seed)` resets the random states.
         """
         set_seeds(args.seed)
         model = cls(args, config, pre_process=pre_process, post_process=post_process)
@@ -143,7 +143,7 @@ class _Classifier(MegatronModule):
 
 
 class BertClassifier(_Classifier):
-    """The part on one stage of a BERT with a classification head."""
+    """The part of a BERT with a classification head on one stage."""
 
     block = "encoder"
     optional_parts = ("pooler",)
@@ -195,7 +195,7 @@ class BertClassifier(_Classifier):
 
 
 def attention_mask(padding_mask: torch.Tensor, *, masks_rows: bool) -> torch.Tensor:
-    """The attention mask, True for positions that are not attended to.
+    """The attention mask: True where a query does not attend to a key.
 
     Returns bool [b, 1, s, s], or [b, 1, 1, s] for kernels that need only the mask of keys.
     """
@@ -246,7 +246,7 @@ class PatchEmbedding(MegatronModule):
 
 
 def patches(images: torch.Tensor, size: int) -> torch.Tensor:
-    """The patches of images, [b, patches, size * size * channels] from [b, height, width, channels], row by row."""
+    """The patches of images, row by row: [b, patches, size * size * channels] from [b, height, width, channels]."""
     batch, height, width, channels = images.shape
     grid = images.reshape(batch, height // size, size, width // size, size, channels)
     return grid.transpose(2, 3).reshape(batch, -1, size * size * channels)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.inference.contexts import StaticInferenceContext
 
 _COLDEST = 1e-6
-"""The least temperature. A smaller divisor could make logits infinite, and would not change the chosen token."""
+"""The lowest temperature. A smaller divisor could make logits infinite, and would not change the chosen token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Sampling:
     Attributes:
         temperature: divisor of the logits; 0 takes the likeliest token (greedy).
         top_k: draw among the k likeliest tokens; 0 means all.
-        top_p: draw among the fewest likeliest tokens whose probabilities sum to at least this value; 1 means all
+        top_p: draw among the fewest likeliest tokens whose probabilities add up to at least this value; 1 means all
             (Holtzman et al. 2020).
     """
 
@@ -77,8 +77,8 @@ class TextGenerator:
     def stream(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling, *, seed: int = 0) -> Iterator[int]:
         """Yield `num_tokens` ids that continue `prompt`, each as soon as it is drawn.
 
-        Raises ValueError for an empty prompt, for ids beyond the vocabulary, and for more ids than the model has
-        positions.
+        Raises ValueError for an empty prompt, for ids outside the vocabulary, and for a prompt with more ids than the
+        model has positions.
         """
         self._check(prompt)
         generator = torch.Generator().manual_seed(seed)

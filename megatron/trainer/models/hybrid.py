@@ -1,8 +1,9 @@
 """A GPT as megatron.core's HybridModel, whose layers are either attention or an MLP.
 
-megatron.core cuts its pattern of layers into stages by the rank. Here a stage has the layers that it would have of a
-GPTModel, two for each. They have the same initial weights, since an MLP draws on where the attention before it has
-ended, and compute the same; the names of weights, and with them checkpoints, are those of the HybridModel.
+megatron.core itself splits its pattern of layers into stages by the rank. Here a stage has the layers that it would
+have in a GPTModel, two HybridModel layers for each. They have the same initial weights, since an MLP draws from the
+random stream where the attention before it has stopped, and they compute the same. The names of weights, and so
+checkpoints, are those of the HybridModel.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ _OF_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 class _Stack(HybridStack):
-    """megatron.core's stack, with the same norm behind it as a GPTModel, which may be torch's own."""
+    """megatron.core's stack with the final norm of a GPTModel, which may be torch's own."""
 
     def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, **options) -> None:
         super().__init__(config, submodules, post_layer_norm=False, **options)
@@ -33,7 +34,7 @@ class _Stack(HybridStack):
 
 
 class _SeededAttention(TransformerLayer):
-    """A layer of attention that draws from the stream of the GPT's layer to which it belongs."""
+    """A layer of attention that draws from the stream of its GPT layer."""
 
     first_seed, distance = 0, 0
 
@@ -47,7 +48,7 @@ def build(layer: ModuleSpec, *, config: TransformerConfig, seed: int, distance: 
 
     Args:
         layer: the specification of a layer of the GPTModel.
-        seed, distance: layer n of the GPT, from 1 on, draws from the stream `seed + distance * n`.
+        seed, distance: layer n of the GPT, counted from 1, draws from the stream `seed + distance * n`.
         options: further arguments of the HybridModel.
     """
     cut = config.pipeline_model_parallel_layout
@@ -70,7 +71,7 @@ def build(layer: ModuleSpec, *, config: TransformerConfig, seed: int, distance: 
 
 
 def _only(layer: ModuleSpec, names: tuple[str, ...]) -> TransformerLayerSubmodules:
-    """The parts `names` of a layer, and how a checkpoint calls them."""
+    """The parts `names` of a layer, with their names in checkpoints."""
     whole = layer.submodules
     keys = {old: new for old, new in whole.sharded_state_dict_keys_map.items() if old.split(".")[0] in names}
     nothing = TransformerLayerSubmodules()

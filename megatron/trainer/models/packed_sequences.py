@@ -1,12 +1,12 @@
-"""Sequences in which several documents stand one behind the other: who sees whom, and which position each token has.
+"""Sequences of several documents, one after the other: their attention masks and the positions of their tokens.
 
-Problem: a document must neither see those before it nor take its positions from them, on every stage of a pipeline, in
-layers of Transformer Engine and in local ones; and local attention takes no such sequences.
+Problem: a document must neither attend to earlier documents nor continue their positions, on every stage of a pipeline,
+in layers of Transformer Engine and in local layers; and local attention does not take such sequences.
 
-Solution: megatron.core's `PackedSeqParams` say where documents begin. With them its rotary embeddings begin anew with
+Solution: megatron.core's `PackedSeqParams` say where documents begin. With them its rotary embeddings start anew at
 each document, for both kinds of layers, and Transformer Engine's attention keeps documents apart. Local attention gets
-a mask that is made of the same borders and of the window, once for all layers of a stage. Between stages tensors are
-[s, 1, h] as ever.
+a mask from the same document borders and the window, made once for all layers of a stage. Between stages, tensors are
+[s, 1, h] as usual.
 """
 
 from functools import cached_property
@@ -32,8 +32,10 @@ class PackedSequence(PackedSeqParams):
         return {None: (others | torch.ones_like(others).triu(1))[None, None]}
 
     def mask(self, before: int | None) -> Tensor:
-        """Where a query must not look: bool [1, 1, s, s], True for a later token, for one of another document, and for
-        one more than `before` places before its own."""
+        """The attention mask: bool [1, 1, s, s], True where a query does not attend to a token.
+
+        These are later tokens, tokens of other documents, and tokens more than `before` places before the query.
+        """
         if before not in self._masks:
             whole = self._masks[None]
             self._masks[before] = whole | torch.ones_like(whole).tril(-before - 1)
@@ -44,10 +46,10 @@ def packed_sequence(cu_seqlens: Tensor) -> PackedSequence:
     """The documents of a microbatch of one sequence of s tokens.
 
     Args:
-        cu_seqlens: int32 [1, s + 1]: where documents begin, ascending from 0, and then s until the end.
+        cu_seqlens: int32 [1, s + 1]: the first token of each document, ascending from 0, padded with s.
     """
     [borders] = cu_seqlens.tolist()
-    # Exactly the longest: were it s, megatron.core would take rotary positions of the sequence for those of documents.
+    # The exact length: with s, megatron.core would use the rotary positions of the whole sequence for each document.
     longest = max(end - begin for begin, end in pairwise(borders))
     own = cu_seqlens[0, : borders.index(borders[-1]) + 1].to(backend.device(), non_blocking=True)
     return PackedSequence(
@@ -56,7 +58,7 @@ def packed_sequence(cu_seqlens: Tensor) -> PackedSequence:
 
 
 class _Packed:
-    """Mixed into an attention of whole sequences, with megatron.core's signatures."""
+    """A mixin for an attention over whole sequences, with megatron.core's signatures."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -67,7 +69,7 @@ class _Packed:
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """As of the wrapped class; the tensors are [s, heads, width]."""
+        """Compute the attention, as the wrapped class does; the tensors are [s, heads, width]."""
         query, key, value = (each.unsqueeze(1) for each in (query, key, value))
         return super().forward(query, key, value, packed_seq_params.mask(self._before), attn_mask_type, attention_bias)
 

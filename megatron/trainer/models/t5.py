@@ -1,27 +1,27 @@
-"""The T5 model in stages: an encoder and a decoder as one chain, with weights that do not depend on the cut (gpt.py).
+"""The T5 model in stages: an encoder and a decoder as one chain, with weights that do not depend on the split (gpt.py).
 
-Problem: a decoder layer reads the encoder's output, whatever stage it is on, and the decoder's tokens need the
-embedding, which the encoder and the output layer need, too. megatron.core's `T5Model` cannot be cut, but between its
-two halves. With an edge from the encoder's last stage to each stage of the decoder, the pipeline would be no chain any
-more: 2bw, balance and tied embeddings are for chains.
+Problem: a decoder layer on any stage reads the encoder's output, and the decoder's tokens need the embedding, which the
+encoder and the output layer need, too. megatron.core's `T5Model` can only be split between its two halves. With an edge
+from the encoder's last stage to each stage of the decoder, the pipeline would no longer be a chain, and 2bw, balanced
+activations and tied embeddings require a chain.
 
-Solution: all layers, first the encoder's and then the decoder's, are cut like those of one stack. One tensor crosses
-each edge, [encoder tokens + decoder tokens, b, hidden]:
+Solution: all layers, first the encoder's and then the decoder's, are split like those of a single stack. One tensor
+crosses each edge, [encoder tokens + decoder tokens, b, hidden]:
 
-    behind encoder layers    what the encoder has computed so far, and the embedded tokens of the decoder
-    behind decoder layers    the encoder's output, and what the decoder has computed so far
+    after encoder layers    the encoder's hidden states so far, and the embedded tokens of the decoder
+    after decoder layers    the encoder's output, and the decoder's hidden states so far
 
-The first stage embeds the tokens of both, so that only the first and the last stage have the embedding, as in a GPT. A
-stage returns the gradient of the encoder's output as it came from the next stage plus those of its own
-cross-attentions, which autograd adds in the order of one process. So p stages compute the bits of one.
+The first stage embeds the tokens of both, so that only the first and the last stage have the embedding, as in a GPT.
+The gradient of the encoder's output that a stage returns is the gradient from the next stage plus the gradients of its
+own cross-attentions. autograd adds them in the order of a single process, so p stages compute the same bits as one.
 
-Under sequence parallelism a tensor rank has its part of the encoder's tokens, and behind it its part of the decoder's.
+Under sequence parallelism, a tensor rank has its part of the encoder's tokens, followed by its part of the decoder's.
 
-Relative positions: attention adds a bias of each head for each class of distances, from a table that all layers of a
-stack share. Both tables are weights of the first stage, and go from stage to stage in the last rows of the same tensor
-(`_Distances`), a row or two of the hidden size. So no weight is shared by stages, and a table's gradient comes back
-along the chain. A stage makes the rows anew from the tables that its layers read, so that autograd adds up what its
-layers give to what comes back, in the order of one process.
+Relative positions: attention adds a bias for each head and each class of distances, from a table that all layers of a
+stack share. Both tables are weights of the first stage, and travel from stage to stage in the last rows of the same
+tensor (`_Distances`), one or two rows of the hidden size. So stages share no weight, and a table's gradient comes back
+along the chain. A stage makes new rows from the tables that its layers read, so that autograd adds the gradients of its
+layers to the gradient from the next stage, in the order of a single process.
 """
 
 import warnings
@@ -63,15 +63,16 @@ _SPECS = {
         t5_spec.decoder_model_with_transformer_engine_default_spec,
     ),
 }
-"""--transformer-impl -> megatron.core's specifications of a layer of the encoder, and of one of the decoder."""
+"""--transformer-impl -> megatron.core's specifications of an encoder layer and of a decoder layer."""
 
 
 class T5Stage(LanguageModule):
-    """The part of a T5 on one stage, under the names of megatron.core's `T5Model`, but that `output_layer` is not also
-    in `lm_head`.
+    """The part of a T5 on one stage.
+
+    Its names are those of megatron.core's `T5Model`, except that `output_layer` is not in `lm_head`.
 
     Args:
-        config: configuration of the stage; its layout says how many layers each stage has.
+        config: configuration of the stage; its layout gives the number of layers of each stage.
         pre_process, post_process: whether the stage has the embedding, and whether it has the output layer.
     """
 
@@ -127,7 +128,7 @@ class T5Stage(LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Set what comes from the previous stage: [encoder tokens + decoder tokens, b, hidden]."""
+        """Set the tensor from the previous stage: [encoder tokens + decoder tokens, b, hidden]."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
@@ -138,8 +139,10 @@ class T5Stage(LanguageModule):
         decoder_padding: Tensor,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Compute what the next stage gets, [encoder tokens + decoder tokens, b, hidden]; on the last stage the cross
-        entropy [b, decoder tokens], or without labels logits [b, decoder tokens, part of the vocabulary].
+        """Compute the tensor for the next stage, [encoder tokens + decoder tokens, b, hidden].
+
+        On the last stage, compute the cross entropy [b, decoder tokens], or without labels logits [b, decoder tokens,
+        part of the vocabulary].
 
         Args:
             encoder_tokens, decoder_tokens: token ids [b, s] on the first stage; None on others.
@@ -179,7 +182,8 @@ class T5Stage(LanguageModule):
     def _embedded(self, encoder_tokens: Tensor, decoder_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The embedded tokens [s, b, hidden] of encoder and decoder.
 
-        The call of `forward` passes by the hook that seeds dropout, so that the decoder's mask is not the encoder's.
+        Calling `forward` directly bypasses the hook that seeds dropout, so that encoder and decoder have different
+        masks.
         """
         source, target = ((tokens, positions_of(tokens)) for tokens in (encoder_tokens, decoder_tokens))
         return self.embedding(*source), self.embedding.forward(*target)
@@ -192,7 +196,7 @@ class T5Stage(LanguageModule):
 
 
 class _Distances:
-    """A T5's two tables of distances, each [classes, heads], and how stages send them on."""
+    """A T5's two tables of relative position biases, each [classes, heads], and their form between stages."""
 
     def __init__(self, args: TrainConfig) -> None:
         self._shape = args.relative_attention_num_buckets, args.num_attention_heads
@@ -201,7 +205,7 @@ class _Distances:
         self.num_rows = rows_of_distances(args)
 
     def tables(self, config: TransformerConfig) -> tuple[RelativePositionEmbedding, RelativePositionEmbedding]:
-        """The modules of the first stage that hold them, with initial weights of a stream of their own."""
+        """The first stage's modules with the tables, with initial weights from a stream of their own."""
         set_seeds(self._seed)
         return tuple(
             RelativePositionEmbedding(is_encoder, config.init_method, self._shape[1], self._shape[0], self._furthest)
@@ -209,19 +213,19 @@ class _Distances:
         )
 
     def rows(self, tables: tuple[Tensor, Tensor], *, like: Tensor) -> Tensor:
-        """Both as rows [n, b, hidden] of the tensor for the next stage, alike for each sample."""
+        """Both tables as rows [n, b, hidden] of the tensor for the next stage, equal for all samples."""
         numbers = torch.cat([table.flatten() for table in tables]).to(like.dtype)
         missing = self.num_rows * like.size(2) - numbers.numel()
         return torch.nn.functional.pad(numbers, (0, missing)).view(self.num_rows, 1, -1).expand(-1, like.size(1), -1)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables from such rows."""
+        """The tables from the rows that `rows` made."""
         size = self._shape[0] * self._shape[1]
         return tuple(table.view(self._shape) for table in rows[:, 0].flatten()[: 2 * size].split(size))
 
 
 class _Relative:
-    """Mixed into megatron.core's local attention: its `attention_bias` is a table of distances [classes, heads]."""
+    """A mixin for megatron.core's local attention; its `attention_bias` is a table of biases [classes, heads]."""
 
     is_encoder: bool
     furthest: int
@@ -229,7 +233,7 @@ class _Relative:
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """As of the wrapped class."""
+        """Compute the attention, as the wrapped class does, with the biases added to the scores."""
         softmax, table = self.scale_mask_softmax, scatter_to_tensor_model_parallel_region(attention_bias)
         classes = _classes(query.size(0), table.size(0), self.furthest, self.is_encoder, table.device)
         bias = torch.nn.functional.embedding(classes, table).permute(2, 0, 1)
@@ -242,7 +246,7 @@ class _Relative:
 
 @lru_cache(maxsize=8)
 def _classes(length: int, number: int, furthest: int, is_encoder: bool, device: torch.device) -> Tensor:
-    """The class of the distance from each token to each, once for all layers: int32 [queries, keys]."""
+    """The class of the distance between each two tokens, computed once for all layers: int32 [queries, keys]."""
     places = torch.arange(length, device=device)
     return RelativePositionEmbedding._relative_position_bucket(
         None, places[None, :] - places[:, None], is_encoder, number, furthest
@@ -250,7 +254,7 @@ def _classes(length: int, number: int, furthest: int, is_encoder: bool, device: 
 
 
 def _fitted(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
-    """A new specification of a layer, with the norms and the attention that the flags ask for."""
+    """A new specification of a layer, with the norms and the attention of the flags."""
     parts = spec.submodules
     if args.normalization == "RMSNorm" and args.transformer_impl == "local":
         norms = [name for name, each in vars(parts).items() if name.endswith("layernorm") and each is not IdentityOp]
@@ -268,8 +272,8 @@ def _fitted(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
 def attention_masks(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The masks of the encoder's and the decoder's self-attention, and of the decoder's attention to the encoder.
 
-    Returns bool [b, 1, queries, keys], True where a key is not attended to: at padding, of the query too, and in the
-    decoder's self-attention behind the query.
+    Returns bool [b, 1, queries, keys], True where a query does not attend to a key: if either is padding, and in the
+    decoder's self-attention if the key comes later.
     """
     source, target = encoder_padding.bool(), decoder_padding.bool()
     of_encoder, of_decoder, of_both = (
@@ -280,7 +284,7 @@ def attention_masks(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple[T
 
 
 def _masks_of_engine(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple:
-    """The masks in the form that the installed Transformer Engine reads, which megatron.core knows."""
+    """The masks in the form that the installed Transformer Engine reads; megatron.core chooses the form."""
     return T5MaskedWordPieceDataset.config_attention_mask(
         encoder_padding, decoder_padding, encoder_padding < 0.5, decoder_padding < 0.5, use_local=False
     )
@@ -290,7 +294,7 @@ def _masks_of_engine(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple:
 
 
 def _layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
-    """How many layers of both stacks each stage has."""
+    """The number of layers of each stage, in both stacks together."""
     layout = config.pipeline_model_parallel_layout
     if layout is None:
         return (config.num_layers,)
@@ -298,7 +302,7 @@ def _layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def _stacks(layers: Sequence[int], of_encoder: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many layers of the encoder, which come first, each stage has, and how many of the decoder."""
+    """The number of encoder layers on each stage (these come first), and the number of decoder layers."""
     encoder, left = [], of_encoder
     for count in layers:
         encoder.append(min(count, left))
@@ -318,8 +322,9 @@ def _stack(
 ) -> TransformerBlock:
     """The layers of one stack on a stage.
 
-    `layers`: of the stack on each stage. `first`: layers of the model before the stack. `ends`: the final norm of the
-    stack comes behind them.
+    `layers`: the number of the stack's layers on each stage. `first`: the number of layers of the model before the
+    stack.
+    `ends`: whether the stack's final norm follows.
     """
     own = copy(config)
     own.num_layers = sum(layers)
@@ -327,17 +332,17 @@ def _stack(
     if not args.init_method_xavier_uniform:  # by the depth of the stack, as in Megatron-LM
         own.output_layer_init_method = scaled_init_method_normal(config.init_method_std, own.num_layers)
     seeded = seeded_spec(args, spec, before=first)
-    # A block without `pre_process` would read `input_tensor`, which holds both stacks here.
+    # A block without `pre_process` would read `input_tensor`, which here contains both stacks.
     return TransformerBlock(config=own, spec=seeded, pre_process=True, post_process=ends)
 
 
 def t5_model(
     args: TrainConfig, config: TransformerConfig, pre_process: bool = True, post_process: bool = True
 ) -> T5Stage:
-    """Build the part of the T5 for the stage that `config` describes.
+    """Build the T5's layers for the stage that `config` describes.
 
-    `args.padded_vocab_size` gives the size of the embedding. At the end the random states are reset by
-    `set_seeds(args.seed)`.
+    `args.padded_vocab_size` gives the number of rows of the embedding. At the end, `set_seeds(args.seed)` resets the
+    random states.
     """
     set_seeds(args.seed)
     model = T5Stage(args, config, pre_process=pre_process, post_process=post_process)

@@ -1,1 +1,1 @@
-"""What follows from flags before anything is built: the planner's records, programs, and the rank of each process."""
+"""Results of the flags before anything is built: the planner's records, programs, and the rank of each process."""

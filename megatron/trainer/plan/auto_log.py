@@ -1,4 +1,4 @@
-"""What the log says of a program that was made for a job."""
+"""The log lines about a program that was made for a job."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,20 +9,20 @@ from megatron.trainer.plan.auto_costs import numbers
 
 
 def beginning(begin: Synthesis | Steady) -> str:
-    """Return a phrase about the program with which a job begins."""
+    """A phrase about the program with which a job begins."""
     stages = numbers(sorted(begin.problem.recomputed))
     name = begins_with(begin.begun_with) + (f" with recomputes at stages {stages}" if stages else "")
     return name if isinstance(begin, Synthesis) else f"{name} under {begin.program.weights.name}"
 
 
 def begins_with(name: str) -> str:
-    """Return the name of a beginning as a phrase."""
+    """The name of the first program of a job as a phrase."""
     order = name.removeprefix("within limits: ")
     return name if order == name else f"{order} within the limits"
 
 
 def lines_of(best: Synthesis, *, may_recompute: bool) -> Iterator[str]:
-    """Yield lines about a program whose batches drain. `may_recompute`: the search could choose recomputes."""
+    """Yield lines about a program whose batches drain. `may_recompute`: whether the search could choose recomputes."""
     yield (
         f"{AUTO}: a batch takes {_ms(best.seconds)} in simulation, without reductions and the step (a bubble "
         f"of {best.bubble:.1%}); no program takes less than {_ms(best.bound)} "
@@ -42,7 +42,7 @@ def lines_of(best: Synthesis, *, may_recompute: bool) -> Iterator[str]:
 
 
 def lines_of_steady(best: Steady, *, may_recompute: bool) -> Iterator[str]:
-    """Yield lines about a program whose batches follow one another, as `lines_of` does."""
+    """Yield lines, as `lines_of` does, about a program whose batches follow one another without drains."""
     yield (
         f"{AUTO}: under {best.program.weights.name} a batch takes {_ms(best.seconds)} in simulation between fill and "
         f"drain, without reductions and the step, and a microbatch {_ms(best.period)}; no program takes less than "

@@ -1,4 +1,4 @@
-"""The problems of a job's program: its costs, and the memory that a limit leaves to activations."""
+"""The synthesis problems of a job's program: its costs, and the memory that a limit leaves for activations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,10 +30,10 @@ from megatron.trainer.plan.auto_costs import CostsOf
 
 
 def problems_of(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
-    """Return the problems that have a stand-in's placement: one, or one for each set of stages that may be recomputed.
+    """The problems with a stand-in's placement: one, or one for each set of stages that may be recomputed.
 
-    Sizes are in GiB. A limit leaves room for the most receives ahead that a search posts, or for fewer if nothing
-    would be left for activations (`within_limit`). Raises ValueError if nothing fits the limit.
+    Sizes are in GiB. A limit leaves room for as many receives ahead as a search may post, or for fewer if otherwise no
+    room would be left for activations (`within_limit`). Raises ValueError if nothing fits the limit.
     """
     layers, config = _layers(config), costs_of.with_vocabulary(config)
     costs, limit, drains = costs_of(config, layers), config.pipeline_memory_limit, _weights(config).drains
@@ -49,9 +49,9 @@ def problems_of(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
 
 
 def moving_problems_of(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
-    """Return the problems whose programs may move activations, with room for what that takes.
+    """The problems whose programs may move activations, with room for the moves.
 
-    There are none if --pipeline-moves asks for none or a limit has no room. Raises ValueError if the costs have no
+    The list is empty if --pipeline-moves is none or if the limit leaves no room. Raises ValueError if the costs have no
     times of moves.
     """
     layers, config = _layers(config), costs_of.with_vocabulary(config)
@@ -76,7 +76,7 @@ def _problems(
     ways: tuple[str, ...] = (),
     moves: SecondsOfMoves | None = None,
 ) -> list[Problem]:
-    """Return the problems under a limit that leaves room for such receives and moves; None: without a limit."""
+    """The problems under the limit, with room for receives and moves; without a limit if `receives_ahead` is None."""
     (num_microbatches,) = set(config.batch_sizes.all_num_microbatches())
     shape, setting = from_flags.architecture(config), from_flags.activation_setting(config)
     setting = replace(setting, recompute=replace(setting.recompute, whole_stage=False))
@@ -106,7 +106,7 @@ def _problems(
 
 
 def first_of(weights: WeightPolicy, problems: Sequence[Problem]) -> Synthesis | Steady:
-    """Return the program with which a job begins before it has measured its costs."""
+    """The program with which a job begins before it has measured its costs."""
     if weights.drains:
         return min((synthesize(each, rounds=0) for each in problems), key=lambda each: each.seconds)
     return leanest([begin_steady(each, weights=weights) for each in problems])
@@ -115,7 +115,7 @@ def first_of(weights: WeightPolicy, problems: Sequence[Problem]) -> Synthesis | 
 def search_of(
     config: TrainConfig, problems: Sequence[Problem], moving: Sequence[Problem]
 ) -> Callable[[], tuple[Synthesis, ...] | Steady]:
-    """Return the search that a job's flags ask for (`fastest_made`, `fastest_steady`)."""
+    """The search that a job's flags ask for (`fastest_made`, `fastest_steady`)."""
     if not _weights(config).drains:
         return partial(
             fastest_steady, problems, weights=config.pipeline_weights, seconds=config.pipeline_synthesis_seconds
@@ -129,10 +129,10 @@ def search_of(
 def within_limit(
     configs: Mapping[tuple[int, ...], TrainConfig], costs_of: CostsOf, found: Sequence[Synthesis]
 ) -> Synthesis:
-    """Return the first program that keeps the limit, with its receives as far ahead as it allows.
+    """The first program that keeps the memory limit, with its receives as far ahead as the limit allows.
 
     Args:
-        configs: the placement of a program -> the configuration for whose problems it was found.
+        configs: placement of a program -> the configuration for whose problems it was found.
         found: programs, of which the last one keeps the limit with receives one computation ahead.
     """
 
@@ -148,7 +148,7 @@ def within_limit(
 
 
 def _most_ahead(config: TrainConfig, costs: Costs) -> int:
-    """The most computations that a search lets a receive stand ahead."""
+    """The largest number of computations by which a search posts a receive ahead."""
     placement = tuple(config.schedule.rank_of_stage)
     return max(Problem(rank_of_stage=placement, num_microbatches=1, costs=costs).receives_ahead)
 

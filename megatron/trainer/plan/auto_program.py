@@ -1,17 +1,18 @@
-"""`--pipeline-schedule auto`: the program that costs and a memory limit ask for.
+"""`--pipeline-schedule auto`: the fastest program for given costs under a memory limit.
 
-A stand-in is the same job under a named schedule. It tells the stages, their costs and the memory of everything but
-activations. `synthesize` searches for the fastest program with the stand-in's placement, for each stand-in, and the
-fastest of these is the job's. Rank 0 makes it, and the others read it from the store by which the ranks meet. Under
-`--pipeline-recompute` the search also chooses which microbatches of which stages are recomputed. Under
-`--pipeline-weights 2bw` it looks for the shortest period of batches that follow one another, and at that for the least
-memory; a stage then recomputes all microbatches or none. Under `--pipeline-moves` activations may wait elsewhere.
+A stand-in is the same job under a named schedule. It gives the stages, their costs and the memory of everything but
+activations. For each stand-in, `synthesize` searches for the fastest program with its placement, and the fastest of
+these programs is the job's. Rank 0 makes it, and the other ranks read it from the rendezvous store. With
+`--pipeline-recompute` the search also chooses which microbatches of which stages are recomputed. With
+`--pipeline-weights 2bw` it looks for the shortest period of batches that follow one another, and among these programs
+for the least memory; a stage then recomputes all microbatches or none. With `--pipeline-moves` activations may wait
+elsewhere.
 
-Without a profile there are no costs yet. The job then begins with a named order that keeps the limits, and measures
-itself (`changes/program_making.py`).
+Without a profile there are no costs yet. The job then begins with a named order that keeps the limits, and measures its
+own costs (`changes/program_making.py`).
 
-A program that was made for a job stands beside its checkpoints (`FILE`, `CERTIFICATE`), and a run that resumes keeps it
-where it asks for the same.
+A program that was made for a job is stored beside its checkpoints (`FILE`, `CERTIFICATE`), and a resumed run keeps it
+if the run asks for the same.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 FILE, CERTIFICATE = "pipeline_program.csv", "pipeline_program.json"
 _WHOLE = "flush"
-"""The stand-in of jobs whose backwards have no halves."""
+"""The stand-in of jobs that do not split backwards."""
 _ASKED = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout", "pipeline_memory_limit", "micro_batch_size", "global_batch_size", "num_layers",
@@ -55,15 +56,15 @@ _ASKED = (
     "pipeline_moves",
     "use_distributed_optimizer", "optimizer",
 )  # fmt: skip
-"""Destinations of the flags that decide stages, costs and memory: where they change, a program is made anew."""
+"""Destinations of the flags that decide stages, costs and memory; if one changes, a new program is made."""
 _PROFILE = "the content of --pipeline-profile"
 _KEY = "program/auto"
 _ROUNDING = 1e-6
-"""The part of a batch's time by which a program has to be faster."""
+"""The fraction of a batch's time by which a better program must be faster."""
 
 
 def with_program(args: Arguments, made: MadeProgram) -> Arguments:
-    """Return the arguments of the job whose program was made: as with `--pipeline-program`."""
+    """The arguments of the job with its made program, as if `--pipeline-program` gave it."""
     dropped = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank")
     given = tuple(each for each in args.given if each not in dropped)
     values = {"pipeline_schedule": "flush", "pipeline_program": AUTO, "made_program": made, "given": given}
@@ -71,7 +72,7 @@ def with_program(args: Arguments, made: MadeProgram) -> Arguments:
 
 
 def require(args: Arguments, *, world_size: int, rank: int = 0) -> None:
-    """Raise ValueError for a job for which no program can be made, as far as flags and the file of costs tell."""
+    """Raise ValueError if no program can be made for a job, as far as flags and the file of costs show."""
     _stand_ins(args, world_size=world_size, rank=rank)
     if rank == 0 and args.pipeline_profile is not None:
         costs_of_file(args.pipeline_profile, moves=args.pipeline_moves)
@@ -84,17 +85,17 @@ def make(
     platform: Platform,
     settled: Callable[[Arguments], TrainConfig] = TrainConfig.of,
 ) -> MadeProgram:
-    """Make the program of a job, or take the one that stands beside the checkpoint to be loaded.
+    """Make the program of a job, or take the program that is stored beside the checkpoint to be loaded.
 
     Without a profile it is the program with which the job begins (`MadeProgram.measures`).
 
     Args:
-        args: parsed, and not validated.
+        args: parsed, not validated.
         platform: the machine that trains.
-        settled: makes a run's configuration of arguments for this platform.
+        settled: makes a run's configuration from arguments for this platform.
 
     Raises:
-        ValueError: flags that do not go together, costs that do not fit the job, or a limit under which none fits.
+        ValueError: flags that exclude each other, costs that do not fit the job, or a limit that no program keeps.
     """
     likes = _stand_ins(args, world_size=world_size)
     asked = _asked(args, likes[0])
@@ -137,9 +138,9 @@ def make(
 def better(
     config: TrainConfig, costs_of: CostsOf, found: Sequence[Synthesis] | Steady, problems: Sequence[Problem]
 ) -> MadeProgram:
-    """Return the program with which a run goes on after it has measured its costs.
+    """The program with which a run continues after it has measured its costs.
 
-    This is the program found for the problems, if by these costs it is better than the program with which the run
+    It is the program that the search found, if this is better by the measured costs than the program with which the run
     began; otherwise the latter. Better means faster, or, if batches follow one another, as fast with less memory.
     """
     begun, was = config.made_program, json.loads(config.made_program.certificate)
@@ -173,7 +174,7 @@ def _certificate(asked: dict[str, object], found: Synthesis | Steady, problems: 
 
 
 def _known(found: Synthesis | Steady, problems: Sequence[Problem]) -> dict[str, object]:
-    """Return the certificate of what was found; its bound holds for all problems that were searched."""
+    """The certificate of the program found; its bound holds for all problems that were searched."""
     known, every = found.certificate(), range(found.problem.num_stages)
     sets = sorted({tuple(sorted(each.recomputed)) for each in problems if each.num_stages == len(every)})
     if len(sets) > 1:
@@ -187,7 +188,7 @@ def _known(found: Synthesis | Steady, problems: Sequence[Problem]) -> dict[str, 
 def keep(made: MadeProgram, folder: Path) -> None:
     """Write a program into the folder of the run's checkpoints.
 
-    The certificate is written last: without one, no later run takes the program. Raises OSError.
+    The certificate is written last: without it, no later run takes the program. Raises OSError.
     """
     (folder / CERTIFICATE).unlink(missing_ok=True)
     write_whole(folder / FILE, made.csv)
@@ -202,12 +203,12 @@ def shared(
     patience: timedelta,
     make_it: Callable[[], MadeProgram],
 ) -> Arguments:
-    """Return the arguments with the program that rank 0 makes. Collective over `store`.
+    """The arguments with the program that rank 0 makes. Collective over `store`.
 
-    A process that comes later, in the place of a lost one, takes the program that the others have.
+    A process that replaces a lost one later takes the program that the other processes have.
 
     Raises:
-        ValueError: rank 0 could not make it, on every rank with its reason; or it took longer than `patience`.
+        ValueError: rank 0 could not make a program (on every rank, with the reason), or needed longer than `patience`.
     """
     if rank == 0 and not store.check([_KEY]):
         try:
@@ -231,12 +232,12 @@ def shared(
 
 
 def _stand_ins(args: Arguments, *, world_size: int, rank: int = 0) -> list[Arguments]:
-    """Return the validated arguments under each named schedule that the job could have."""
+    """The validated arguments under each named schedule that can stand in for the job's program."""
     _require_flags(args)
     found, refusal = [], None
     given = args.num_virtual_stages_per_pipeline_rank
     if args.pipeline_profile is None:
-        given = given or 1  # nothing says which of two placements is faster
+        given = given or 1  # without costs no placement is known to be faster
     if args.pipeline_moves == "pair":
         given = 1
     for virtual, name in (*STAND_INS.items(), (1, _WHOLE)):
@@ -265,7 +266,7 @@ def _stand_ins(args: Arguments, *, world_size: int, rank: int = 0) -> list[Argum
 
 
 def _refuse_moves(like: Arguments) -> None:
-    """Refuse what activations cannot leave, as the rules of schedules that move them do."""
+    """Refuse to move activations that cannot leave their device, as the rules of schedules that move them do."""
     if like.fp8 is not None:
         raise ValueError(
             f"--pipeline-moves {like.pipeline_moves} does not go with --fp8-format {like.fp8}: weights in FP8 would be "
@@ -313,11 +314,11 @@ def _require_flags(args: Arguments) -> None:
         )
 
 
-# --- what is kept and said
+# --- the stored program and the log
 
 
 def _asked(args: Arguments, like: Arguments) -> dict[str, object]:
-    """Return, as JSON's values, what a program was made for."""
+    """The inputs for which a program is made, as JSON values."""
     digest = None
     try:
         if args.pipeline_profile is not None:
@@ -329,7 +330,7 @@ def _asked(args: Arguments, like: Arguments) -> dict[str, object]:
 
 
 def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, str]:
-    """Return the program that stands beside a checkpoint, or None and why another is made."""
+    """The program that is stored beside a checkpoint; or None, and the reason why another one is made."""
     path = folder / FILE
     try:
         certificate = (folder / CERTIFICATE).read_text(encoding="utf-8")
@@ -337,7 +338,7 @@ def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, s
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError):
         return None, f"{AUTO}: {folder / CERTIFICATE} does not say what {path} was made for, so another program is made"
-    asked = {name: value for name, value in asked.items() if (name, value) != (_PROFILE, None)}  # no profile asks none
+    asked = {name: value for name, value in asked.items() if (name, value) != (_PROFILE, None)}  # None: any profile
     other = [name for name, value in asked.items() if was.get(name) != value]
     if other:
         return None, f"{AUTO}: {path} was made with another {', '.join(other)}, so another program is made"

@@ -1,1 +1,1 @@
-"""Measuring the blocks of a model on this machine: stages, optimizer steps, transfers, all-reduces."""
+"""Measurement of the blocks of a model on this machine: stages, optimizer steps, transfers, all-reduces."""
