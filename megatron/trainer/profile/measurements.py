@@ -2,22 +2,23 @@
 
 The costs of a layer, the embedding and the head can be measured without the other stages of a pipeline, if the stage
 runs as in training: megatron.core's chunk in DDP, its seeded dropout, its data, its gradients and its optimizer's step.
-So a job that has only tensor ranks builds the model, optimizer and data iterator of a training run for one
+So a job with only tensor parallel ranks builds the model, optimizer and data iterator of a training run for one
 `StagePosition`. A stage without an embedding receives a constant activation, a stage without a head a constant
 gradient. The last stage's output layer is not tied, since the stage has no embedding; its cost is the same.
 
-A single stage: forward and backward of microbatches, whole or in halves, and the update of a batch. The calls and their
-order are those of the executor (contract/stage.py), batch by batch, so that a forward finds the caches in the state in
-which a backward and an optimizer step leave them. The sample of a batch is the mean over its microbatches, since an
-iteration takes their sum; if some microbatches are interrupted, the median of single ones would be too small. On CUDA
-marks are events on the compute stream, which time the device's work in the order of training without extra waits.
+A single stage: the measured steps are the forward and backward of microbatches, the backward whole or in halves, and
+the update of a batch. The calls and their order are those of the executor (contract/stage.py), batch by batch, so that
+a forward finds the caches as a backward and an optimizer step leave them. A batch gives one sample, the mean over its
+microbatches, since an iteration takes their sum; if some microbatches are interrupted, the median of single
+microbatches would be too small. On CUDA, events on the compute stream mark the times, so that the device's work is
+timed in the order of training without extra waits.
 
-Between ranks: the same links and groups as in training.
+Between ranks: the links and groups are the same as in training.
 
 The host, which may hold the weights: copies go between the runtime's own buffers. On CUDA these are pinned memory and
 the GPU's memory. On a CPU the host's buffer is a shared mapping and the device's buffer private memory, so the copies
-are copies in memory. The optimizer is the runtime's, for a single stage: AdamW with each kernel, with FP32 masters for
-16-bit weights, and with gradients in FP32, as they arrive.
+are copies in memory. The optimizer is the runtime's, for a single stage: AdamW with each kernel, with FP32 master
+weights for 16-bit weights, and with gradients in FP32, as they arrive.
 """
 
 import os
@@ -68,7 +69,7 @@ _STAGE_OF_POSITION = {
 
 @dataclass
 class LoneStage:
-    """A stage with its constant inputs. `deferred_bytes`: bytes of a microbatch between I and W, once measured."""
+    """A stage with its constant inputs. `deferred_bytes`: bytes of a microbatch between I and W, set when measured."""
 
     stage: MegatronStage
     update: Update
@@ -79,10 +80,10 @@ class LoneStage:
     deferred_bytes: int = 0
 
     def close(self) -> None:
-        """End the processes that load the stage's samples, and let go of its model.
+        """End the processes that load the stage's samples, and release its model.
 
         The dispatcher of megatron.core's experts keeps a tensor with its graph, which refers to the model through the
-        hooks of its weights: no collection of garbage sees that circle, and a process measures several stages.
+        hooks of its weights. Garbage collection does not find this cycle, and a process measures several stages.
         """
         self.iterator.close()
         self.stage.model._modules.clear()
@@ -124,7 +125,7 @@ def build_lone_stage(
 
 
 def _fields(fields: tuple, position: StagePosition) -> tuple:
-    """The fields that a stage at `position` reads; the job's only stage reads those that all stages read."""
+    """The fields that a stage at `position` reads, marked for all stages, since the job has only this stage."""
     here = {"all"} | ({"first"} if position in (StagePosition.ONLY, StagePosition.FIRST) else set())
     here |= {"last"} if position in (StagePosition.ONLY, StagePosition.LAST) else set()
     return tuple(replace(field, stages="all") for field in fields if field.stages in here)
@@ -139,8 +140,10 @@ def _constant(spec, scale: float) -> Tensor | None:
 # --- a single stage ---------------------------------------------------------------------------------------------------
 
 Samples = dict[str, list[float]]
-"""Name of a measurement -> seconds in each batch: forward and backward (the mean over microbatches), zero, norm, step;
-with halves also backward_input and backward_weight."""
+"""Name of a measurement -> seconds in each batch.
+
+The names are forward and backward (means over microbatches), zero, norm and step; with halves also backward_input and
+backward_weight."""
 
 
 def time_stage(
@@ -157,7 +160,7 @@ def time_stage(
     Args:
         num_warmup: number of batches before the timed ones.
         start: called before the first batch; waits for other processes that work at the same time.
-        halves: after each batch run another batch with split backwards, each W after its I, and time these halves, so
+        halves: after each batch, run another batch with split backwards, each W after its I, and time these halves, so
             that both are measured under the same conditions. Sets `deferred_bytes` of `lone`.
     """
     clock = CudaClock() if backend.is_cuda() else HostClock()
@@ -189,7 +192,7 @@ _HALVES = ("backward_input", "backward_weight")
 def _run_batch(
     lone: LoneStage, batch: int, num_microbatches: int, now: Callable, *, split: bool = False
 ) -> list[tuple]:
-    """Run a batch. Returns (name, mark before, mark after) for each of its steps, with marks of the clock."""
+    """Run a batch. Returns (name, mark before, mark after) for each of its steps; marks are those of the clock."""
     marks = []
     stage, update = lone.stage, lone.update
     info = BatchInfo(batch, num_microbatches, num_microbatches)
@@ -281,7 +284,7 @@ def time_all_reduces(sizes: Sequence[int], *, num_iterations: int, num_warmup: i
         tensor = torch.ones(max(size // _FLOAT, 1), device=backend.device())
         samples = []
         for _ in range(num_warmup + num_iterations):
-            dist.barrier()  # so that the time has no wait for a late rank
+            dist.barrier()  # so that the time includes no wait for a late rank
             backend.synchronize()
             start = time.perf_counter()
             group.all_reduce(tensor)
@@ -295,7 +298,7 @@ def time_all_reduces(sizes: Sequence[int], *, num_iterations: int, num_warmup: i
 # --- copies, and the host's optimizer ---------------------------------------------------------------------------------
 
 TO_DEVICE, FROM_DEVICE = "to device", "from device"
-_LARGEST = 2**22  # elements of a matrix, beyond all caches; the time of an element is the same in a larger one
+_LARGEST = 2**22  # elements of a matrix larger than all caches; in a larger matrix an element takes the same time
 
 
 def time_copies(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -> dict[tuple[str, int], list[float]]:
@@ -320,7 +323,8 @@ def time_copies(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -
 def time_updates(
     model: Architecture, dtype: str, *, num_iterations: int, num_warmup: int
 ) -> tuple[int, dict[str, list[float]]]:
-    """Time updates of a layer by the host's optimizer. Returns the number of parameters, and kernel -> seconds of each.
+    """Time updates of a layer by the host's optimizer; return the number of parameters, and kernel -> seconds of
+    updates.
 
     `dtype`: dtype of the weights.
     """
@@ -359,7 +363,7 @@ def shapes_of_layer(model: Architecture) -> list[tuple[int, ...]]:
 def describe(args: TrainConfig) -> dict:
     """The fields `model`, `dtype`, `transformer_impl`, `shares_processor` and `machine` of a `Profile`.
 
-    Precondition: `args` are complete.
+    `args` must be complete.
     """
     args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
     return {

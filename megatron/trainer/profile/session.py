@@ -1,6 +1,6 @@
-"""A profiling session: the order of the measured blocks, and the resulting profile. This process imports no torch.
+"""A profiling session: the order of the measured blocks, and the resulting profile. Imports no torch.
 
-A middle stage is timed with two numbers of layers, whose difference gives the time of a layer. The first, the last and
+A middle stage is timed with two numbers of layers; the difference gives the time of a layer. The first, the last and
 the only stage of a pipeline are timed with the smaller number, which gives the times of embedding and head. All blocks
 are measured in several rounds, so that drift of the machine (clock, heat, neighbours) affects all of them equally.
 """
@@ -38,13 +38,13 @@ from megatron.trainer.profile.pool import (
 
 TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
 COPY_SIZES = tuple(2**exponent for exponent in range(12, 27, 7))  # 4 KiB, 512 KiB, 64 MiB
-_MICROBATCHES = 8  # microbatches of a timed batch, which gives one sample
-_WARMUP = 10  # least number of iterations before the timed ones
+_MICROBATCHES = 8  # in a timed batch, which gives one sample
+_WARMUP = 10  # minimum number of iterations before the timed ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The measurements that a user asked for.
+    """The measurements that a user has asked for.
 
     Attributes:
         architecture: "gpt" or "bert".
@@ -52,11 +52,11 @@ class Session:
         sequence_parallel: use sequence parallelism with several tensor ranks.
         processes: number of processes; larger tensor degrees are refused.
         threads: CPU threads of each process.
-        tensors, micro_batch_sizes, scopes, weights: the tensor degrees, microbatch sizes, recompute scopes and weight
-            policies to measure. Updates do not depend on microbatches and scopes, so all policies except the first are
-            measured only with the first microbatch size and scope.
+        tensors, micro_batch_sizes, scopes, weights: the tensor parallel degrees, microbatch sizes, recompute scopes and
+            weight policies to measure. Updates do not depend on microbatches and scopes, so all policies except the
+            first are measured only with the first microbatch size and scope.
         layers: the two numbers of layers.
-        iterations: number of timed microbatches of each block over all rounds.
+        iterations: number of timed microbatches of each block, over all rounds.
     """
 
     architecture: str
@@ -91,7 +91,7 @@ class Session:
 
         Args:
             progress: `progress(done, total, what)` is called before each block.
-            pool: the processes that measure, of the same number and threads; None: new ones.
+            pool: the processes that measure, with the same number and threads; None: start new ones.
         """
         with Pool(self.processes, threads=self.threads) if pool is None else nullcontext(pool) as pool:
             description = pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=self._example.describe))[0]
@@ -190,7 +190,7 @@ class Session:
         return transfers, tuple(all_reduces)
 
     def _time_host(self, pool: Pool, description: dict) -> tuple[tuple[CopyTime, ...], tuple[HostUpdateTime, ...]]:
-        """Measure copies and updates of weights on the host, with one process and with several."""
+        """Measure copies and updates for weights on the host, with one process at work and with several."""
         copies, updates = [], []
         plan = HostPlan(
             sizes=COPY_SIZES, model=description["model"], dtype=description["dtype"],

@@ -1,1 +1,2 @@
-"""The training programs, a process a rank: `torchrun -m megatron.trainer.programs.NAME`, or NAME.py in a checkout."""
+"""The training programs, one process per rank: `torchrun -m megatron.trainer.programs.NAME`, or NAME.py in a
+checkout."""

@@ -16,14 +16,14 @@ from megatron.trainer.run import entry
 
 
 def model_provider(args: TrainConfig, config):
-    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
+    """Return Megatron's `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.trainer.models.gpt import gpt_model
 
     return partial(gpt_model, args, config)
 
 
 def forward_step(data_iterator, model):
-    """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    """Megatron's forward step of one microbatch: returns (output, loss function of the output)."""
     from megatron.trainer.data.microbatches import gpt_inputs, language_model_loss
     from megatron.trainer.models.packed_sequences import packed_sequence
 
@@ -35,7 +35,7 @@ def forward_step(data_iterator, model):
 
 
 def datasets_provider(args: TrainConfig, tokenizer):
-    """The datasets of texts, or of conversations."""
+    """Build the datasets of texts or, with --sft, of conversations."""
     from megatron.trainer.data.conversations import build_conversations
     from megatron.trainer.data.datasets import build_datasets
 
@@ -43,7 +43,7 @@ def datasets_provider(args: TrainConfig, tokenizer):
 
 
 def program():
-    """The `TrainingProgram`: the model, the forward step and the data of a run."""
+    """The run's `TrainingProgram`: its model, forward step and data."""
     from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(

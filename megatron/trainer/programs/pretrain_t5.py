@@ -19,14 +19,14 @@ DEFAULTS = PROGRAMS["t5"][1]
 
 
 def model_provider(args: TrainConfig, config):
-    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
+    """Return Megatron's `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.trainer.models.t5 import t5_model
 
     return partial(t5_model, args, config)
 
 
 def forward_step(data_iterator, model):
-    """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    """Megatron's forward step of one microbatch: returns (output, loss function of the output)."""
     from megatron.trainer.data.masked import t5_inputs
     from megatron.trainer.data.microbatches import language_model_loss
 
@@ -36,7 +36,7 @@ def forward_step(data_iterator, model):
 
 
 def program():
-    """The `TrainingProgram`: the model, the forward step and the data of a run."""
+    """The run's `TrainingProgram`: its model, forward step and data."""
     from megatron.trainer.data.masked import build_t5_datasets, t5_fields
     from megatron.trainer.start_up.run import TrainingProgram
 

@@ -19,14 +19,14 @@ DEFAULTS = PROGRAMS["vit"][1]
 
 
 def model_provider(args: TrainConfig, config):
-    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
+    """Return Megatron's `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.trainer.models.classifiers import VisionTransformer
 
     return partial(VisionTransformer.build, args, config)
 
 
 def forward_step(data_iterator, model):
-    """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    """Megatron's forward step of one microbatch: returns (output, loss function of the output)."""
     from megatron.trainer.models.classifiers import classification_loss
 
     batch = next(data_iterator)
@@ -35,7 +35,7 @@ def forward_step(data_iterator, model):
 
 
 def program():
-    """The `TrainingProgram`: the model, the forward step and the data of a run."""
+    """The run's `TrainingProgram`: its model, forward step and data."""
     from megatron.trainer.data.classification import build_vision_datasets, vision_fields
     from megatron.trainer.models.classifiers import loss_names
     from megatron.trainer.start_up.run import TrainingProgram

@@ -1,4 +1,4 @@
-"""Megatron's log line, and the sums and peaks of an interval that it tells."""
+"""Megatron's log line, and the sums and peaks of an interval that the line shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.trainer.report.metrics import CLASS_LOSS, LOSS
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of the run after a batch, which is reported together with the batch."""
+    """The position of the run after a batch, reported together with the batch."""
 
     iteration: int
     consumed_samples: int
@@ -61,7 +61,7 @@ class Interval:
 
 
 def _larger(before: Sequence[int], now: Sequence[int]) -> list[int]:
-    """The larger of two counts for each rank; one that is empty does not count."""
+    """The larger of two counts for each rank; an empty list of counts is ignored."""
     return [max(pair) for pair in zip(before or now, now or before, strict=True)]
 
 
@@ -77,8 +77,8 @@ def by_pipeline_rank(
 
     Args:
         values: in the order of the job's ranks.
-        pipeline_ranks: the pipeline rank of each of them; None: of a whole job, in whose ranks tensor ranks vary
-            fastest, then replicas.
+        pipeline_ranks: the pipeline rank of each value; None: the values are of a whole job, in whose ranks tensor
+            ranks vary fastest, then replicas.
     """
     if pipeline_ranks is None:
         width = len(values) // num_pipeline_ranks
@@ -101,7 +101,7 @@ def log_line(
     """Megatron's log line.
 
     Time and losses are means over the interval, saved activations are peaks by pipeline rank, and all other values are
-    those of the last batch. `flops`: floating-point operations per token and GPU; None leaves the throughput out.
+    the last batch's. `flops`: floating-point operations per token and GPU; None leaves the throughput out.
     """
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     parts = [

@@ -1,4 +1,4 @@
-"""A change of the ranks with which a run goes on, as the log, `--metrics-file` and the boards tell it."""
+"""A change of the ranks with which a run continues, in the forms of the log, `--metrics-file` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megatron.documents import counted
 if TYPE_CHECKING:
     from megatron.pipeline.survivors import Survivors
 
-_MOST_NAMED = 8  # ranks in a title
+_MOST_NAMED = 8  # ranks that a title names
 
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipChange:
-    """Ranks that a run has lost, or that have come back to it.
+    """A change by which a run has lost ranks, or lost ranks have returned.
 
     Attributes:
-        iteration: the last iteration that is done; the run goes on from there.
-        lost: rank -> why, for the ranks that are lost with this change, by their numbers in the whole job.
+        iteration: the last iteration that is done; the run continues from there.
+        lost: rank -> reason, for the ranks lost in this change, by their numbers in the whole job.
         joined: the ranks whose processes are new.
-        ranks: all ranks with which the run goes on.
+        ranks: all ranks with which the run continues.
         world_size: the number of ranks of the whole job.
-        ranks_of_place: how many of `ranks`, one after another, have a place in the program together.
-        seconds: how long the recovery took.
-        survivors: the program of `ranks`; None: each replica has its own again, as in a job that has lost no rank.
-        was_made_before: whether that program was made before the run began.
+        ranks_of_place: the number of consecutive `ranks` that share a place in the program.
+        seconds: the duration of the recovery.
+        survivors: the program of `ranks`; None: each replica has its own program again, as in a job without lost ranks.
+        was_made_before: whether this program was made before the run began.
     """
 
     iteration: int
@@ -42,21 +42,21 @@ class MembershipChange:
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...] | None:
-        """The pipeline rank of each of `ranks`; None: as in a job that has lost no rank."""
+        """The pipeline rank of each of `ranks`; None: as in a job without lost ranks."""
         if self.survivors is None:
             return None
         return tuple(each.rank for each in self.survivors.ranks for _ in range(self.ranks_of_place))
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """The first of `ranks` in each place, with its replica and pipeline rank, such as 1.2; none: as in a job that
-        has lost no rank."""
+        """The first rank of each place, with its replica and pipeline rank, such as 1.2; empty in a job without lost
+        ranks."""
         if self.survivors is None:
             return []
         return list(zip(self.ranks[:: self.ranks_of_place], map(str, self.survivors.ranks), strict=True))
 
     def describe(self) -> str:
-        """The line of the log."""
+        """The log line about the change."""
         changes = [f"lost rank {rank} ({why})" for rank, why in sorted(self.lost.items())]
         changes += [f"rank {rank} is back" for rank in sorted(self.joined)]
         return (
@@ -85,7 +85,7 @@ class MembershipChange:
         )
 
     def numbers(self) -> dict[str, float]:
-        """The numbers that the boards show, by their names in the metrics file."""
+        """The numbers for TensorBoard and Weights & Biases, by name in the metrics file."""
         whole = self.survivors is None
         return {
             "ranks": len(self.ranks),
@@ -95,7 +95,7 @@ class MembershipChange:
         }
 
     def record(self) -> dict[str, object]:
-        """The object of the metrics file."""
+        """The object for the metrics file."""
         return {
             "iteration": self.iteration,
             "lost_ranks": {str(rank): why for rank, why in sorted(self.lost.items())},

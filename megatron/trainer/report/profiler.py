@@ -28,7 +28,7 @@ class Profiler:
             torch.cuda.cudart().cudaProfilerStart()
 
     def after(self, iteration: int) -> None:
-        """End the profile if it has reached its end after a batch. `iteration`: the next iteration."""
+        """End the profile if it ends here. `iteration`: the next iteration."""
         if self._running and iteration >= self._args.profile_step_end:
             self.close()
 

@@ -1,10 +1,10 @@
-"""From a command line to a running job, and from any error to one clear end.
+"""The start of a job from a command line, and its end after any error.
 
 Errors in the command line are found before torch is imported. Rank 0 prints them, and every rank ends with status 2.
-Ranks exchange the problems that they find at the start (such as a checkpoint that a node does not see) before they form
-a group; rank 0 prints them once, with the names of the ranks, and all end with status 2. An error that all ranks find
-alike later (a missing file, a damaged checkpoint, a loss that is not finite) is printed once too. Any other error on
-one rank is handled by the failure guard: it ends all ranks with status 1 and names rank, stage and cause. The launcher
+Ranks exchange the problems that they find at the start (such as a checkpoint that a node cannot see) before they form a
+group; rank 0 prints them once, with the names of the ranks, and all ranks end with status 2. An error that all ranks
+find later (a missing file, a damaged checkpoint, a loss that is not finite) is also printed once. The failure guard
+handles any other error on one rank: it ends all ranks with status 1 and names rank, stage and cause. The launcher
 receives all of these sentences, since its summary is the last text on the screen. Ctrl-C ends a program that was
 started without a launcher with one line and status 130; torchrun receives Ctrl-C as well, and prints its own traceback.
 """
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | None = None) -> int:
-    """Parse the command line, install the device layer, and train what `program()` returns; returns the exit status."""
+    """Parse the command line, install the device layer, and train the program of `program()`; return the exit
+    status."""
     started = time.time()
     stop = StopSignal().install()
     try:
@@ -46,9 +47,9 @@ def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | N
             _require_torch("--dry-run builds what megatron.core makes of the flags")
             return _dry_run(args, prog)
         notes, job = None, {"world_size": number_of("WORLD_SIZE", 1), "rank": number_of("RANK", 0)}
-        if args.pipeline_schedule == AUTO:  # the program is made when the ranks have met
+        if args.pipeline_schedule == AUTO:  # the program is made after the rendezvous
             if not args.use_checkpoint_args:
-                from megatron.trainer.plan import auto_program  # the planner, which other runs start without
+                from megatron.trainer.plan import auto_program  # other runs start without the planner
 
                 auto_program.require(args, **job)
         elif not args.use_checkpoint_args:
@@ -65,7 +66,7 @@ def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | N
 
 
 def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
-    """Install the device layer and run `main`, whose command line has been checked; returns the exit status."""
+    """Install the device layer and run `main`, whose command line has been checked; return the exit status."""
     try:
         _require_torch(f"{prog} trains with it")
     except ValueError as error:
@@ -84,14 +85,14 @@ def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
         return end(prog, error)
     except OnThisRank as error:
         return _end_alone(prog, error, stop)
-    except Exception as error:  # of a job of one rank, which has no guard
+    except Exception as error:  # a job of one rank has no guard
         write_error_file(f"{prog}: {type(error).__name__}: {' '.join(str(error).split())}")
         raise
     return 0
 
 
 def _require_torch(why: str) -> None:
-    """Raise ValueError where torch is not installed, without importing it."""
+    """Raise ValueError if torch is not installed; does not import it."""
     if find_spec("torch") is None:
         raise ValueError(
             f"torch is not installed, and {why}; pip install '.[core]' (a CPU is enough), or price the job without it "
@@ -100,7 +101,7 @@ def _require_torch(why: str) -> None:
 
 
 def _dry_run(args: argparse.Namespace, prog: str) -> int:
-    """Check the job without running it; returns the exit status."""
+    """Check the job without running it; return the exit status."""
     from megatron import backend  # imports torch
 
     try:
@@ -114,7 +115,7 @@ def _dry_run(args: argparse.Namespace, prog: str) -> int:
 
 
 def _end_alone(prog: str, error: Exception, stop: StopSignal) -> int:
-    """Print the error on this rank, unless the launcher ends the job meanwhile because rank 0 has printed its own."""
+    """Print the error on this rank, unless the launcher ends the job first because rank 0 has printed its own error."""
     rank = number_of("RANK", 0)
     deadline = time.monotonic() + (PATIENCE if rank > 0 else 0.0)
     while time.monotonic() < deadline and not stop.received:

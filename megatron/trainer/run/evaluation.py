@@ -1,4 +1,4 @@
-"""The loss on data that are not trained on."""
+"""Evaluation: the loss on data that the run does not train on."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,16 @@ from megatron.trainer.arguments.flags.config import TrainConfig
 def evaluate(
     engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool], *, replicas_in_program: int = 1
 ) -> dict[str, float] | None:
-    """Mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every rank.
+    """The mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every
+    rank.
 
-    `replicas_in_program`: how many replicas' microbatches are those of the engine's program.
-    `engine`: drained, and its stages have the evaluation's iterators. `agree_to_stop`: asked on all ranks after every
-    batch, whether any rank wants to stop; then the evaluation is broken off, and None is returned.
+    `engine`: drained, with the evaluation's iterators in its stages. `agree_to_stop`: called on all ranks after every
+    batch; if it returns True, the evaluation is interrupted, and None is returned. `replicas_in_program`: the number of
+    replicas whose microbatches the engine's program contains.
     """
     sums: dict[str, tuple[float, float]] = {}
     num_microbatches = full_batch(args) * replicas_in_program
-    of_backwards = (*ROUTER_LOSSES.values(), *loss_names(args.mtp_num_layers))  # which nothing has without a backward
+    of_backwards = (*ROUTER_LOSSES.values(), *loss_names(args.mtp_num_layers))  # losses that only a backward computes
     for _ in range(args.eval_iters):
         for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():
             if name in of_backwards:

@@ -1,26 +1,26 @@
-"""Go on without lost ranks, and with new processes in their places: `--go-on-without-lost-ranks`.
+"""Continuation of a run without lost ranks, and with new processes in their places: `--go-on-without-lost-ranks`.
 
 1. The job's `Membership` notices that a rank is lost, or a transfer of this rank fails. The alarm breaks this process's
-   connections, so that whatever waits for another rank ends with an error.
-2. Every rank gives up what it has in flight, and comes to `Membership.agree`. With that it says which weight version it
-   has, and what was summed over all ranks for the step to that version.
-3. The ranks that are left form new process groups, which megatron.core then has in place of the old ones. A rank that
-   lacks the newest version makes it: it has the reduced gradients, and the others tell it the sums. Where replicas
-   share out the optimizer, it is cut anew (`lost_shards`).
-4. They take the program without the lost ranks, which was proved before the run began (`proved_losses`), and repeat
-   the batch.
+   connections, so that everything that waits for another rank ends with an error.
+2. Every rank gives up its microbatches in flight, and calls `Membership.agree`. There it tells the others which weight
+   version it has, and the sums over all ranks for the step to that version.
+3. The remaining ranks form new process groups, which replace megatron.core's old groups. A rank that lacks the newest
+   version makes it: the rank has the reduced gradients, and the other ranks tell it the sums. If replicas shard the
+   optimizer, the optimizer is sharded anew (`lost_shards`).
+4. The ranks switch to the program without the lost ranks, which was proved before the run began (`proved_losses`), and
+   repeat the batch.
 
-If another rank is lost meanwhile, this begins again. If no rank is left that has a stage, the job ends.
+If another rank is lost meanwhile, this begins again. If no remaining rank has some stage, the job ends.
 
-A *place* is a pipeline rank of a replica: one rank, or those that compute its layers together (tensor and context
-parallelism). Programs, losses and returns are of places (`Membership` sees to that), and each rank of a place connects
-with the same one of the others.
+A *place* is a pipeline rank of a replica: one rank, or the ranks that compute its layers together (tensor and context
+parallelism). Programs, losses and returns are of whole places (`Membership` takes care of that), and each rank of a
+place connects with the ranks at the same index in other places.
 
 A launcher may start a new process in the place of a lost one. The new process builds its part of the model alone, while
-the others train, and then asks to be taken in (`come_back`). The others decide on a batch after which they do so: the
-request travels with a batch's norm reduction, as a stop request does. There all agree, as above, and the new process
-gets weights, optimizer and position from the ranks that have them. If all ranks are there, the program of the flags
-runs again, as if no rank had been lost.
+the others train, and then asks to be admitted (`come_back`). The other ranks decide after which batch they admit it:
+the request travels with a batch's norm reduction, as a stop request does. After this batch all ranks agree, as above,
+and the new process gets weights, optimizer and position from the ranks that have them. If all ranks are present, the
+program of the flags runs again, as if no rank had been lost.
 """
 
 from __future__ import annotations
@@ -69,24 +69,26 @@ from megatron.trainer.start_up.run import Run, build_engine
 
 _Made = TypeVar("_Made")
 _CONNECTING = 5.0
-"""Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
+"""Seconds to connect, in addition to `--failure-timeout`; a rank that does not connect in this time is lost."""
 _PATIENCE = 300.0
-"""Seconds after which ranks that live and have not come are lost, such as one whose data loader hangs. What keeps ranks
-from hearing an alarm, such as a save or the search for a program, takes about as long on all of them."""
+"""Seconds after which a rank that is alive but does not come is lost, for example because its data loader hangs.
+
+Work that keeps ranks from hearing an alarm, such as a save or the search for a program, takes about as long on all of
+them."""
 _MOST_ATTEMPTS = 3
 _ALARM_PATIENCE = 2.0
-"""Seconds that a rank whose transfer has failed waits for others' alarm before it raises one."""
+"""Seconds that a rank with a failed transfer waits for another rank's alarm before it raises one."""
 _JOINING = 30 * 24 * 3600.0
-"""Seconds that a new process waits to be taken in: it gives up before if nobody is left who could take it in."""
+"""Seconds that a new process waits to be admitted; it gives up earlier if no process is left that could admit it."""
 
 
 class LostRanks:
-    """Notices lost ranks, and takes this rank's run on without them, or with new processes in their places.
+    """The handler of lost ranks: it notices them, and lets this rank continue without them or with new processes.
 
     Args:
         args: the configuration with which the run began.
         store: the job's store.
-        is_new: this process takes the place of a lost one.
+        is_new: whether this process takes the place of a lost one.
     """
 
     def __init__(
@@ -96,34 +98,34 @@ class LostRanks:
         self._world_size = world_size
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self._place_size = ranks_of_place(args)
-        self._groups_of_layers: dict[str, dist.ProcessGroup] | None = None  # with which the run's layers compute
+        self._groups_of_layers: dict[str, dist.ProcessGroup] | None = None  # the groups that the run's layers use
         self.membership = Membership(
             store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm,
             group_size=self._place_size,
         )  # fmt: skip
-        self._kept = open_connections()  # the store's, over which the ranks agree
-        self.has_state = not is_new  # weights, optimizer and position are those of the job
+        self._kept = open_connections()  # the store's connections, over which the ranks agree
+        self.has_state = not is_new  # whether weights, optimizer and position are the job's
         self._shards = LostShards(args, rank, is_new=not self.has_state) if args.use_distributed_optimizer else None
         self.proved = ProvedLosses(args, self.membership)
         if not self.has_state:
-            self.proved.prove()  # reads what the others have proved, and have said
+            self.proved.prove()  # reads the proofs of the other ranks, which have logged them
             self.proved.lines = ()
             return
         self.epoch = self.membership.begin(self._timeout.total_seconds())
         try:
             self.proved.prove()
         except SameEverywhere:
-            self.membership.leave()  # a thread that still runs while the interpreter ends may abort the process
+            self.membership.leave()  # a thread that still runs while the interpreter exits may abort the process
             raise
 
     def _on_alarm(self, sentence: str) -> None:
         break_connections(kept=self._kept)
 
     def comes_from_loss(self, error: Exception) -> bool:
-        """Whether an error of this rank follows from the loss of another. Raises the alarm if nobody has."""
+        """Whether an error of this rank follows from the loss of another rank. Raises the alarm if no rank has."""
         deadline = time.monotonic() + _ALARM_PATIENCE
         if not failure_guard.is_consequence(error):
-            deadline = 0.0  # an error of this rank's own, unless it comes from broken connections
+            deadline = 0.0  # an error of this rank itself, unless it comes from broken connections
         while self.membership.alarm is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.membership.alarm is None and failure_guard.is_consequence(error):
@@ -134,41 +136,42 @@ class LostRanks:
     def go_on(
         self, run: Run, settled: int, stop_requests: int, *, admits: bool = False
     ) -> tuple[int, int, list[BatchReport]]:
-        """Collective over the ranks that are left: take the run on without the lost ones, or with new processes.
+        """Continue the run without the lost ranks, or with new processes. Collective over the remaining ranks.
 
         Args:
             run: the run, which has an error that comes from a loss, or is drained.
-            settled: the last iteration after which this rank has done all that is due between batches.
-            stop_requests: those of which this rank knows.
-            admits: the run is drained after the same batch on all ranks, and new processes are to be taken in.
+            settled: the last iteration after which this rank has done all work that is due between batches.
+            stop_requests: the stop requests that this rank knows.
+            admits: the run is drained after the same batch on all ranks, and new processes are to be admitted.
 
         Returns:
-            Both of all ranks, and the reports of this rank's batches that have stepped and are not reported yet.
+            `settled` and `stop_requests` of all ranks, and the reports of this rank's batches that have stepped and are
+            not reported yet.
 
         Raises:
-            ValueError: no rank is left that has some stage, or the program would be slower than `--minimum-speed`.
+            ValueError: no remaining rank has some stage, or the program would be slower than `--minimum-speed`.
         """
         start = time.monotonic()
         reports = [] if admits else self._give_up(run)
         self.epoch = self.membership.agree(self._note(run, settled, stop_requests), admits=admits, patience=_PATIENCE)
-        if admits:  # nobody waits for this rank any more, since all have come
+        if admits:  # no rank waits for this one any more, since all have come
             reports = self._give_up(run)
         notes, reports = self._form(run, reports, start=start, settled=settled, stop_requests=stop_requests)
         stepped = {report.batch: report for report in reports if report.batch < run.iteration}
         for each in notes:
             stop_requests |= each["stop_requests"]
-        settled = min(run.iteration, *(each["settled"] for each in notes))  # a checkpoint may be from before
+        settled = min(run.iteration, *(each["settled"] for each in notes))  # a loaded checkpoint may be older
         return settled, stop_requests, [stepped[batch] for batch in sorted(stepped)]
 
     def come_back(self, run: Run) -> None:
-        """Come into the job in the place of a lost process, when the others take this one in.
+        """Join the job in the place of a lost process, when the other ranks admit this one.
 
         Args:
-            run: what this process has built alone, without an engine. It has no state yet.
+            run: the run that this process has built alone, without an engine. It has no state yet.
 
         Raises:
-            JobHasEnded: the job has come to its end meanwhile.
-            OnThisRank: nobody is left who could take this process in, or this one cannot take part, with the reason.
+            JobHasEnded: the job has ended meanwhile.
+            OnThisRank: no process is left that could admit this one, or this one cannot take part; with the reason.
         """
         if self._shards is not None:
             self._shards.require_takes_over(run)
@@ -184,11 +187,10 @@ class LostRanks:
             raise OnThisRank(str(error)) from error
 
     def fit(self, run: Run, size: int) -> bool:
-        """Where ranks were lost, let the program be that of batches of `size` microbatches of a replica; returns
-        whether it changes.
+        """If ranks were lost, fit the program to batches of `size` microbatches per replica; return whether it changes.
 
-        Collective over the ranks that are left; precondition: the pipeline is drained. The data iterators have to be
-        replaced. Raises ValueError where the program would be slower than `--minimum-speed`.
+        Collective over the remaining ranks; the pipeline must be drained. If the program changes, the caller must
+        replace the data iterators. Raises ValueError if the program would be slower than `--minimum-speed`.
         """
         before = run.survivors
         if before is None or before.schedule.num_microbatches == size * self._args.data_parallel_size:
@@ -201,16 +203,18 @@ class LostRanks:
         return True
 
     def confirm(self) -> None:
-        """Return once it is sure that this process is in the job. See `Membership.confirm`."""
+        """Return once this process is certain to be in the job. See `Membership.confirm`."""
         self.membership.confirm()
 
     # --- parts
 
     def _note(self, run: Run, settled: int | None, stop_requests: int) -> str:
-        """What this rank tells the others, as JSON. `settled`: None on a new process, which others take in when they
-        have done all that is due."""
+        """This rank's message to the others, as JSON.
+
+        `settled`: None on a new process, which the others admit after they have done all due work.
+        """
         note, shards = None, None if self._shards is None else self._shards.note(run)
-        if self.has_state or shards:  # a new process may have a shard on which the others do not count yet
+        if self.has_state or shards:  # a new process may have a shard on which the other ranks do not count yet
             note = {
                 "version": run.update.versions.newest, "settled": run.iteration if settled is None else settled,
                 "stop_requests": stop_requests, "sums": _as_note(run.update.sums_of_newest()),
@@ -224,9 +228,9 @@ class LostRanks:
     def _form(
         self, run: Run, reports: list[BatchReport], *, start: float, settled: int | None, stop_requests: int
     ) -> tuple[list[dict], list[BatchReport]]:
-        """Collective: form the job of the epoch's ranks, or of a later epoch's if one is lost meanwhile.
+        """Form the job of the epoch's ranks, or of a later epoch's if a rank is lost meanwhile. Collective.
 
-        Returns the notes of the ranks that have state, and `reports` with that of a step that this rank makes.
+        Returns the notes of the ranks that have state, and `reports` with the report of a step that this rank makes.
         """
         lost: dict[int, str] = {}
         joined: set[int] = set()
@@ -248,11 +252,11 @@ class LostRanks:
             except Exception as error:
                 num_failed += 1
                 if not self.has_state and not isinstance(error, RuntimeError):
-                    raise  # an error of this process, without which the others go on
+                    raise  # an error of this process alone; the others continue without it
                 if not self.comes_from_loss(error):
                     if not isinstance(error, RuntimeError) or num_failed > _MOST_ATTEMPTS:
                         raise
-                    self.membership.suspect([], " ".join(str(error).split()))  # a rank that was late, for example
+                    self.membership.suspect([], " ".join(str(error).split()))  # for example, a rank was late
                 self._give_up(run)
                 self.epoch = self.membership.agree(self._note(run, settled, stop_requests), patience=_PATIENCE)
             else:
@@ -284,21 +288,21 @@ class LostRanks:
         return reports
 
     def _make_groups(self) -> None:
-        """Form the process group of the ranks that are left. Collective over these."""
-        forget_names()  # the epoch has a part of the store of its own
-        dist.distributed_c10d._world.group_count = 0  # where making them has failed, torch goes on with its names
-        with silenced():  # a loss meanwhile is told in a sentence
+        """Form the process group of the remaining ranks. Collective over these ranks."""
+        forget_names()  # the epoch has its own part of the store
+        dist.distributed_c10d._world.group_count = 0  # after a failed attempt torch would continue its count of names
+        with silenced():  # a loss meanwhile is reported in one sentence
             dist.init_process_group(
                 self._args.distributed_backend, store=self.membership.store(), timeout=self._timeout,
                 rank=self.epoch.ranks.index(self.membership.rank), world_size=len(self.epoch.ranks),
             )  # fmt: skip
 
     def _take_on(self, run: Run, of_ranks: Mapping[int, dict]) -> list[BatchReport]:
-        """Begin anew with the newest version that a rank has. Returns the reports of steps that this rank makes."""
+        """Start again from the newest version that any rank has. Returns the reports of steps that this rank makes."""
         notes = list(of_ranks.values())
         if self._shards is not None:
             notes, self.has_state = self._shards.choose(run, of_ranks), not self._shards.is_new
-        if not notes or not self.has_state:  # a checkpoint is loaded, or the others hand the state over
+        if not notes or not self.has_state:  # a checkpoint is loaded, or other ranks hand the state over
             return []
         newest = max(each["version"] for each in notes)
         sums = next((each["sums"] for each in notes if each["version"] == newest and each["sums"]), None)
@@ -307,9 +311,9 @@ class LostRanks:
         return reports
 
     def _begin(self, run: Run, survivors: Survivors | None, notes: Mapping[int, dict]) -> None:
-        """Let groups, stages and engine be those of the program of the ranks that are there. Collective over these.
+        """Switch groups, stages and engine to the program of the present ranks. Collective over these ranks.
 
-        `survivors`: None if all are there. `notes`: those of the ranks that have state; the others get it.
+        `survivors`: None if all ranks are present. `notes`: of the ranks that have state; the other ranks receive it.
         """
         args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
         size, place = self._place_size, own // self._place_size
@@ -347,7 +351,7 @@ class LostRanks:
         run.take_over_saving()
 
     def _change_program(self, run: Run, survivors: Survivors | None) -> None:
-        """Let stages and engine be those of a program of the ranks that are there. Collective over these."""
+        """Switch stages and engine to a program of the present ranks. Collective over these ranks."""
         args, own = self._args, dist.get_rank()
         schedule, place = args.schedule, own // self._place_size // args.data_parallel_size
         if survivors is not None:
@@ -359,9 +363,9 @@ class LostRanks:
         run.engine = build_engine(run.args, run.model_and_optimizer, run.position(), survivors=survivors)
 
     def _hand_over(self, run: Run, notes: list[dict]) -> None:
-        """Give new processes the state that the others have, whose `notes` these are. Collective.
+        """Give new processes the state of the other ranks, whose notes are `notes`. Collective.
 
-        Raises as `ending_alone`.
+        Raises as `ending_alone` does.
         """
         note = notes[0]
         assert {each["iteration"] for each in notes} == {each["version"] for each in notes} == {note["iteration"]}, (
@@ -371,18 +375,20 @@ class LostRanks:
             hand_to_new(run.model_and_optimizer, iteration=note["iteration"], is_new=not self.has_state)
         if self.has_state:
             return
-        choose_kernel(run.optimizer, run.args.optimizer_kernel)  # as after the loading of a checkpoint
+        choose_kernel(run.optimizer, run.args.optimizer_kernel)  # as after loading a checkpoint
         _take_place(run, note)
         self.has_state = True
 
     def _connecting(self, searched: float) -> AbstractContextManager[None]:
-        """A context in which ranks that do not connect are lost. `searched`: seconds; others may need as many more."""
+        """A context in which ranks that do not connect are lost. `searched`: seconds that others may need in
+        addition."""
         return connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched))
 
     def _told(self, make: Callable[[], _Made]) -> _Made:
-        """As `make`, whose ValueError all ranks have. It ends the job, so the launcher starts no rank again.
+        """The result of `make`, whose ValueError occurs on all ranks and ends the job, so that the launcher restarts no
+        rank.
 
-        Rank 0 tells such errors. Where rank 0 is lost, the first rank that is left tells them.
+        Rank 0 prints such an error. If rank 0 is lost, the first remaining rank prints it.
         """
         try:
             return make()
@@ -393,7 +399,7 @@ class LostRanks:
             raise
 
     def _survivors(self, notes: Mapping[int, dict]) -> Survivors | None:
-        """The program of the ranks that are there; None if all are."""
+        """The program of the present ranks; None if all ranks are present."""
         args = self._args
         absent = set(range(self._world_size)).difference(self.epoch.ranks)
         present = {part_of(args, rank) for rank in self.epoch.ranks}
@@ -409,7 +415,7 @@ class LostRanks:
         return self._program(lost, args.batch_sizes.num_microbatches(consumed))
 
     def _program(self, lost: Collection[ReplicaRank], size: int) -> Survivors:
-        """The program without lost places for batches of so many microbatches of a replica."""
+        """The program without the lost places, for batches of `size` microbatches per replica."""
         args, survivors = self._args, self.proved.of(lost, size)
         if survivors.slowdown * args.minimum_speed > 1:
             without = counted(len(lost) * self._place_size, "rank")
@@ -421,7 +427,7 @@ class LostRanks:
 
 
 def _take_place(run: Run, note: Mapping) -> None:
-    """Let the run of a new process stand where those of the others do. `note`: of a rank that has state."""
+    """Set a new process's run to the position of the others. `note`: of a rank that has state."""
     run.iteration, run.saved_iteration = note["iteration"], note["saved"]
     run.consumed_samples, run.consumed_valid_samples = note["consumed"], note["consumed_valid"]
     run.flops, run.args = note["flops"], replace(run.args, train_iters=note["train_iters"])

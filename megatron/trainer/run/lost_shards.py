@@ -1,21 +1,22 @@
-"""Shards when ranks change, where replicas share out the optimizer's state: `--use-distributed-optimizer`.
+"""Shards of the optimizer's state when ranks change: `--go-on-without-lost-ranks` with `--use-distributed-optimizer`.
 
-Problem: a lost rank's shard of masters and moments is on no other rank, and the ranks that are left need shards of
-another size. So do all ranks when a new process takes the place of a lost one.
+Problem: no other rank has the shard of master weights and moments of a lost rank, and the remaining ranks need shards
+of another size. All ranks need them, too, when a new process takes the place of a lost one.
 
-Solution: all that the rank has is built anew over the ranks that are there. With `--redundant-optimizer` the new shards
-are filled from the old ones and from the copies that ranks have of their peers' (`redundant_shards`), and copies are
-made of the new ones. Where a shard and its copy are both lost, or there are no copies, all ranks load the last
-checkpoint and go on from its iteration. A new process gets its shard, and all else, in the same way. When it comes in,
-and nobody is lost, each old shard is there, so that takes neither copies nor a checkpoint.
+Solution: each rank's part of the model and the optimizer is built anew over the present ranks. With
+`--redundant-optimizer` the new shards are filled from the old shards and from the copies of their peers' shards that
+ranks keep (`redundant_shards`), and copies of the new shards are made. If a shard and its copy are both lost, or there
+are no copies, all ranks load the last checkpoint and continue from its iteration. A new process gets its shard, and
+everything else, in the same way. When a new process joins and no rank is lost, every old shard is present, so neither
+copies nor a checkpoint are needed.
 
-Other optimizers than torch's Adam have shards that are not cut anew by themselves: Muon, of whose parameters each rank
-owns some, and AdamW with moments of 16 bits. A lost one brings the ranks back to the last checkpoint, and when a new
-process comes in, all state goes from the old parts to the new ones as it would through a checkpoint.
+Optimizers other than torch's Adam have shards that cannot be sharded anew by themselves: Muon, with which each rank
+owns some parameters, and AdamW with 16-bit moments. If such a shard is lost, all ranks go back to the last checkpoint.
+When a new process joins, all state goes from the old parts to the new ones as through a checkpoint.
 
 The old shards are kept until all ranks have the new ones. If another rank is lost in between, each rank has the old
-shards, or the new ones, or both; a new process has the new ones, or none. Each says so when the ranks agree on who goes
-on, and they take the newest that all but new processes have and of which each part is left.
+shards, the new shards, or both; a new process has the new shards, or none. Each rank says what it has when the ranks
+agree who continues. They take the newest shards that all but new processes have and that are complete.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from megatron.trainer.start_up.run import ModelAndOptimizer, Run, setup_model_an
 
 @contextmanager
 def _then_together() -> Iterator[None]:
-    """Context behind which ranks wait for the slowest: what follows may ask them to connect in time."""
+    """After the block, wait for the slowest rank, since ranks may then have to connect within a time limit."""
     yield
     dist.barrier()
 
 
 @contextmanager
 def ending_alone() -> Iterator[None]:
-    """Context of a handing over of state, collective: a rank that fails there ends, and the others go on without it.
+    """Let a rank that fails in the block, which hands state over, end alone, while the others continue. Collective.
 
     Raises OnThisRank on the rank that failed, and RuntimeError on the others, as for a loss.
     """
@@ -70,8 +71,13 @@ def ending_alone() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Built:
-    """What a recovery has built. `position`: of the checkpoint that it comes from, of which `told` is said; None: it
-    goes on."""
+    """The result of a recovery.
+
+    Attributes:
+        cut: the epoch in which the shards were made.
+        position: the position of the checkpoint from which the parts were loaded; None: the run continues.
+        told: the log line about this checkpoint.
+    """
 
     cut: int
     parts: ModelAndOptimizer
@@ -80,27 +86,27 @@ class _Built:
 
 
 class LostShards:
-    """Gives the ranks that are there the optimizer's state.
+    """The handler of the optimizer's state when ranks change.
 
     Args:
         args, rank: the configuration and the rank with which the run began.
-        is_new: this process has taken the place of a lost one, and has no state yet.
+        is_new: whether this process has taken the place of a lost one, and has no state yet.
     """
 
     def __init__(self, args: TrainConfig, rank: int, *, is_new: bool) -> None:
         self._args, self._rank = args, rank
-        self._cut: int | None = None if is_new else 0  # the epoch in which the present shards were cut
-        self._built: _Built | None = None  # beside the present ones, until all ranks have them
-        self._sources: list[int] | None = None  # ranks of the job as it began that hand over this rank's shards
+        self._cut: int | None = None if is_new else 0  # the epoch in which the current shards were made
+        self._built: _Built | None = None  # beside the current parts, until all ranks have built theirs
+        self._sources: list[int] | None = None  # the ranks, by their first numbers, that hand over this rank's shards
         self._told = ""
 
     @property
     def is_new(self) -> bool:
-        """Whether this process has no state that the others count on."""
+        """Whether this process has no state on which the others count."""
         return self._cut is None
 
     def require_takes_over(self, run: Run) -> None:
-        """Raises OnThisRank where this new process could not take a shard over."""
+        """Raise OnThisRank if this new process could not take over a shard."""
         if not is_steppable(run.optimizer) and not isinstance(_stepped_by(run.optimizer), (Muon, NarrowMoments)):
             raise OnThisRank(
                 f"rank {self._rank} was started again, and shards of Apex's and Transformer Engine's Adam are not "
@@ -108,19 +114,19 @@ class LostShards:
             )
 
     def note(self, run: Run) -> dict:
-        """What this rank holds: number of a cut -> version, sums and shards."""
+        """This rank's state for the others: epoch of its shards -> version, sums and shards."""
         found = {} if self.is_new else {self._cut: run.model_and_optimizer}
         if self._built is not None:
             found[self._built.cut] = self._built.parts
         return {str(cut): _held(parts) for cut, parts in found.items()}
 
     def choose(self, run: Run, notes: Mapping[int, dict]) -> list[dict]:
-        """Choose what the ranks that are there go on from; returns what they have said of it, in the place of notes.
+        """Choose the shards from which the present ranks continue; return the ranks' entries for them.
 
-        Nothing is returned where the last checkpoint is to be loaded.
+        The list is empty if the last checkpoint is to be loaded.
 
         Args:
-            notes: rank of the job as it began -> what it said, with `note` as "shards" and `is_new` as "is_new".
+            notes: rank of the job as it began -> its message, with `note` as "shards" and `is_new` as "is_new".
         """
         args = self._args
         parts = {part_of(args, rank) for rank in range(args.world_size)}
@@ -138,15 +144,16 @@ class LostShards:
                     self._take(run, self._built)
                 self._sources, self._built = sources[part_of(args, self._rank)], None
                 return list(held.values())
-        self._sources = self._built = None  # what was built and is not chosen now will never be
+        self._sources = self._built = None  # parts that are built but not chosen now will never be used
         return []
 
     def rebuild(self, run: Run, copies: CopyRanks | None, *, epoch: int, ranks: Sequence[int]) -> None:
-        """Build the rank's part of the model and the optimizer anew, and let the run have them. Collective.
+        """Build this rank's part of the model and the optimizer anew, and give them to the run. Collective.
 
         Args:
-            copies: None where all ranks are there.
-            epoch, ranks: of the ranks that are there, as the job began.
+            copies: None if all ranks are present.
+            epoch: the epoch of the present ranks.
+            ranks: the present ranks, by their numbers when the job began.
 
         Raises:
             ValueError: the state is lost, and there is no checkpoint.
@@ -166,12 +173,12 @@ class LostShards:
         choose_kernel(parts.optimizer, args.optimizer_kernel)
         restore_random_state([drawn])
         self._built = built
-        dist.barrier()  # whoever leaves it knows that the others have built theirs
+        dist.barrier()  # a rank that passes it knows that the others have built their parts
         self._take(run, built)
         collect(run)
 
     def tell(self) -> str:
-        """What the log says of the last recovery, once."""
+        """The log line about the last recovery, returned once; then empty."""
         told, self._told = self._told, ""
         return told
 
@@ -185,7 +192,7 @@ class LostShards:
         self._told = built.told or self._told
 
     def _hand_over(self, run: Run, built: ModelAndOptimizer, sources: Sequence[int]) -> None:
-        """Let `built` have the state of the present shards, and a new process's run their position."""
+        """Fill `built` with the state of the current shards; set a new process's run to the position of the others."""
         before = None if self.is_new else run.model_and_optimizer
         shards, copies = None if before is None else before.update.shards, self._args.redundant_optimizer
         built.update.keep_shards(shards, sources, copies=copies)
@@ -206,8 +213,10 @@ class LostShards:
             run.saved_iteration = saved_iteration
 
     def _checkpoint(self, run: Run) -> str:
-        """The directory of the checkpoint to go back to: of the last one that this job has saved, or else of the one
-        with which it began. Collective."""
+        """The directory of the checkpoint to go back to: this job's last one, or else the one with which it began.
+
+        Collective. Raises ValueError if there is none.
+        """
         root = self._args.save if run.has_saved else self._args.load
         if root is not None and on_rank_zero(lambda: directory.locate(root)) is None:
             root = None
@@ -230,10 +239,10 @@ class LostShards:
 
 
 def _numbers(parts: ModelAndOptimizer) -> tuple[dict, dict | None, dict]:
-    """The state of schedule, loss scaler and update, which is the same on all ranks."""
+    """The state of scheduler, loss scaler and weight update, which is the same on all ranks."""
     scaler = shared_scaler(parts.optimizer)
     of_scaler = None if scaler is None else {
-        # On its device, a tensor would be made on that of the same number elsewhere.
+        # A tensor on its device would be restored on the device with the same number elsewhere.
         name: value.cpu() if torch.is_tensor(value) else value
         for name, value in scaler.state_dict().items()
     }  # fmt: skip
@@ -263,14 +272,14 @@ def _stepped_by(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
 
 
 def _sources(held: Mapping[int, dict]) -> list[int] | None:
-    """For each shard the rank that hands it over: its own, or the one with the copy. None: one is lost.
+    """For each shard the rank that hands it over: its owner, or the rank with its copy. None if a shard is lost.
 
-    `held`: rank -> what it holds.
+    `held`: rank -> its entry in `note`.
     """
     size = max((each["size"] for each in held.values()), default=0)
     if size == 0:
         return None
     found: dict[int, int] = {}
-    for place in reversed(range(size)):  # a rank's own shard comes first, and so is set last
+    for place in reversed(range(size)):  # so that a rank's own shard, which comes first, is set last
         found |= {each["shards"][place]: rank for rank, each in held.items() if len(each["shards"]) > place}
     return [found[shard] for shard in range(size)] if len(found) == size else None

@@ -1,14 +1,15 @@
-"""The losses that a run is ready for: proved before it begins, and looked up when ranks are lost.
+"""The losses for which a run is prepared: programs proved before it begins, and looked up when ranks are lost.
 
-1. The ranks share out the distinct losses of one rank, of which there are as many as pipeline ranks. Each rank searches
-   its own, and writes what it has found, with the proved program, into the membership's part of the store.
-2. Every rank reads what each loss comes to. Where no loss of one rank leaves the job fast enough for `--minimum-speed`,
-   the run does not begin: it would promise what it cannot keep.
-3. The same for losses of two ranks, if that takes no longer than a minute by the time that single losses have taken.
-4. At a loss, a rank takes the program from the store, and gives its replicas the names of those that have lost ranks.
-   Other losses are searched then.
+1. The ranks divide the distinct losses of one rank among themselves; there are as many as pipeline ranks. Each rank
+   searches programs for its own, and writes the results, with the proved program, into the membership's part of the
+   store.
+2. Every rank reads the result for each loss. If no loss of one rank leaves the job fast enough for `--minimum-speed`,
+   the run does not begin, since it could not keep its promise.
+3. The same is done for losses of two ranks, if that takes at most a minute, as estimated from single losses.
+4. At a loss, a rank takes the program from the store, and renames its replicas to those that have lost ranks. Programs
+   for other losses are searched then.
 
-A process that joins the job later finds everything in the store, and searches nothing.
+A process that joins the job later finds all results in the store, and searches nothing.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from megatron.pipeline.survivors.table import Entry
 from megatron.trainer.arguments.flags.config import TrainConfig
 
 _MOST_SECONDS = 60.0
-"""How long a start may take for losses of two ranks, as estimated."""
-_LONGEST_PAUSE = 0.5  # seconds between looks at the store
+"""The largest time for proving losses of two ranks at the start, in seconds, as estimated."""
+_LONGEST_PAUSE = 0.5  # seconds between two checks of the store
 
 Loss = tuple[ReplicaRank, ...]
 
 
 class ProvedLosses:
-    """What the job comes to without lost ranks.
+    """The job's programs without lost ranks.
 
     Args:
-        args: the configuration with which the run begins.
-        membership: that of this rank, in an epoch.
+            args: the configuration with which the run begins.
+            membership: this rank's membership, in an epoch.
 
-    Attributes:
-        lines: what has been proved and what each loss costs, for the log.
+        Attributes:
+            lines: log lines about the proofs and the cost of each loss.
     """
 
     def __init__(self, args: TrainConfig, membership: Membership) -> None:
@@ -51,10 +52,10 @@ class ProvedLosses:
         self.lines: tuple[str, ...] = ()
 
     def prove(self) -> None:
-        """Collective: prove what is proved before the run begins. In a job that has begun, read it from the store.
+        """Prove the programs before the run begins; in a job that has begun, read them from the store. Collective.
 
         Raises:
-            SameEverywhere: the job could not go on without any rank, or would be slower than `--minimum-speed`.
+            SameEverywhere: the job could not continue without any rank, or would be slower than `--minimum-speed`.
             OnThisRank: a rank was lost meanwhile.
         """
         began, num_ranks = time.monotonic(), self._args.schedule.num_ranks
@@ -73,14 +74,14 @@ class ProvedLosses:
         return is_whole and distinct(survivors.lost, num_replicas)[0] in self._entries
 
     def of(self, lost: Collection[ReplicaRank], size: int | None = None) -> Survivors:
-        """Return the program of the ranks that are left. It is the same on all of them.
+        """The program of the remaining ranks; the same on all of them.
 
         Args:
-            size: the number of microbatches of a replica in each batch; None: those of `--global-batch-size`, which
-                alone is proved before the run begins.
+            size: the number of microbatches per replica in each batch; None: that of `--global-batch-size`, the only
+                number for which programs are proved before the run begins.
 
         Raises:
-            ValueError: the job cannot go on, as `without` says.
+            ValueError: the job cannot continue, for the reason that `without` gives.
             OnThisRank: the store is gone.
         """
         args, num_replicas = self._args, self._args.data_parallel_size
@@ -98,7 +99,7 @@ class ProvedLosses:
     # --- parts
 
     def _share_out(self, losses: Sequence[Loss]) -> list[Entry]:
-        """Collective: search losses, each on one rank, and return what all ranks have found."""
+        """Search programs for losses, each loss on one rank; return the results of all ranks. Collective."""
         args, membership, keys = self._args, self._membership, [_key_of(lost) for lost in losses]
         for at, (lost, key) in enumerate(zip(losses, keys, strict=True)):
             if at * membership.world_size // len(losses) != membership.rank or self._are_there([key]):
@@ -123,12 +124,12 @@ class ProvedLosses:
         return self._membership.ask(lambda store: store.check(keys))
 
     def _seconds_of(self, num_losses: int, singles: Sequence[Entry]) -> float:
-        """Estimate the time of the search for losses of two ranks."""
+        """The estimated seconds of the search for losses of two ranks."""
         most = -(-num_losses // self._membership.world_size)
         return most * max(each.took for each in singles) * max(each.crowd for each in singles)
 
     def _require_some(self, singles: Sequence[Entry]) -> None:
-        """Raise SameEverywhere if the job ends whichever rank it loses."""
+        """Raise SameEverywhere if the job ends at the loss of any rank."""
         best = min(filter(lambda each: each.refusal is None, singles), key=lambda each: each.slowdown, default=None)
         if best is None:
             raise SameEverywhere(f"--go-on-without-lost-ranks: {singles[0].refusal}")
@@ -174,7 +175,7 @@ def _line_of_pairs(pairs: Sequence[Entry], num_pairs: int, estimate: float) -> s
 
 
 def _crowd() -> float:
-    """How many of this job's processes share a processor here."""
+    """The number of this job's processes that share a processor of this host, at least 1."""
     return max(1.0, number_of("LOCAL_WORLD_SIZE", 1) / len(os.sched_getaffinity(0)))
 
 

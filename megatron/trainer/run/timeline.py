@@ -9,11 +9,11 @@ from megatron.trainer.start_up.run import Run
 
 
 def draw_last_batches(run: Run, *, drains: Collection[int], may_lose_ranks: bool) -> None:
-    """Write the files of `--pipeline-timeline`, of the program that ran last. Collective; call it drained.
+    """Write the files of `--pipeline-timeline` for the program that ran last. Collective; the pipeline must be drained.
 
     Args:
         drains: the batches before which the pipeline was drained.
-        may_lose_ranks: a rank may be lost before the others have its part, which costs the files alone.
+        may_lose_ranks: whether a rank may be lost before the others have its part; then only the files are lost.
     """
     args, change = run.args, run.reporter.membership_change
     what = f"--pipeline-timeline {args.pipeline_timeline}"

@@ -1,1 +1,1 @@
-"""What a rank builds before it trains: process groups, its part of the model with the optimizer, the engine."""
+"""The construction of a run on a rank: process groups, its part of the model with the optimizer, and the engine."""
