@@ -222,7 +222,7 @@ class MicrobatchIterator:
         return get_batch_on_this_cp_rank(shared, cp_group=group, **installed_core().whole_sequences)
 
     def _sample_of(self, number: int) -> int:
-        """The absolute number of the first sample that all replicas read for the stage's microbatch `number`."""
+        """The number of the first sample that all replicas together read for the stage's microbatch `number`."""
         replicas = number * self.args.data_parallel_size
         position = replicas if self._taken is None else self._taken.position_of(number)
         return self._consumed + position * self.args.micro_batch_size

@@ -317,7 +317,7 @@ def estimated_traffic(args: TrainConfig) -> Traffic:
 
 
 def cut_model(args: TrainConfig) -> CutModel:
-    """The job's model split into stages; stages with different numbers of layers all count with the mean."""
+    """The job's model split into stages; in its first arrangement each stage counts with the mean number of layers."""
     schedule, frozen, rows = args.schedule, args.frozen_stages, args.padded_vocab_size
     if rows is None and args.architecture != "vit":  # tokenizers are read after the group has formed
         rows = padded_vocabulary(args, assumed_vocabulary(args))

@@ -44,7 +44,7 @@ class Job:
         global_batch_size: the user's value, or None.
         predictions: field of a configuration -> setting of 2bw's weight prediction; empty: no prediction.
         platform: the machines for which the flags are checked.
-        priced: the user's settings for sequence parallelism and experts.
+        priced: the user's settings for context parallelism and experts.
     """
 
     architecture: str

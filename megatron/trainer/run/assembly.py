@@ -170,7 +170,8 @@ def _require_one_program(args: TrainConfig) -> None:
 def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
     """Load the checkpoint of `--load`, or without one the weights of `--pretrained-checkpoint` or `--load-hf`.
 
-    A classifier keeps its new head. Returns the position of `--load` or `--pretrained-checkpoint`; None without either.
+    A classifier's head is not loaded from `--pretrained-checkpoint`. Returns the position of `--load`, 0 for
+    `--pretrained-checkpoint`; None without either.
     """
     position = None
     if args.load is not None:

@@ -38,11 +38,11 @@ class ProvedLosses:
     """The job's programs without lost ranks.
 
     Args:
-            args: the configuration with which the run begins.
-            membership: this rank's membership, in an epoch.
+        args: the configuration with which the run begins.
+        membership: this rank's membership, in an epoch.
 
-        Attributes:
-            lines: log lines about the proofs and the cost of each loss.
+    Attributes:
+        lines: log lines about the proofs and the cost of each loss.
     """
 
     def __init__(self, args: TrainConfig, membership: Membership) -> None:

@@ -139,7 +139,7 @@ def setup_model_and_optimizer(
         draws: draw the weights from the seed; if False, the weights are undefined, and the caller loads them.
         locally: a context manager around each step that needs no other rank, entered equally often on each rank. In it,
             a rank that fails, for example for lack of memory, can tell the others.
-        copies: the ranks that hold copies of stages, where ranks were lost.
+        copies: the ranks with copies of this rank's stages, if ranks were lost.
 
     Raises ValueError if flags, data and machine do not go together.
     """

@@ -127,7 +127,7 @@ def refuse(namespace: Arguments, groups: Sequence[Group], accepts: Role = Role.N
     """Raise one ValueError for the mistakes in `namespace.unknown` and for refused flags whose value asks for
     something.
 
-    Refused flags are removed from `namespace`, except those with a role in `accepts`.
+    Refused flags that no value makes neutral are removed from `namespace`, except those with a role in `accepts`.
     """
     reasons = list(namespace.unknown)
     del namespace.unknown

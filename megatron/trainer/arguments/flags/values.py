@@ -1,4 +1,4 @@
-"""Values that several flags give together: batch sizes, and the layout of layers. Imports no torch at first.
+"""Values that several flags give together: batch sizes, and the layout of layers. Only `parse_layout` imports torch.
 
 The size of a batch is constant, grows (`--rampup-batch-size`), or follows a list of steps
 (`--step-batch-size-schedule`). The arithmetic is Megatron's. In a ramp-up the batch grows over SAMPLES samples from
@@ -70,12 +70,12 @@ class BatchSizes:
         global_batch_size: samples in a batch over all replicas, after the ramp-up or the last step.
         samples_per_microbatch: microbatch size x data parallel size.
         rampup: (start, increment, samples) or None.
-            steps: (first sample, size) of each step, from `parse_steps`, instead of a ramp-up.
-            round_down: shrink a batch to a multiple of `samples_per_microbatch` instead of refusing it.
-            may_resume: the run may continue from a checkpoint after the first steps. Sizes of past steps need not be
-                divisible by `samples_per_microbatch`; `check_from` refuses a run that starts before such a step ends.
+        steps: (first sample, size) of each step, from `parse_steps`, instead of a ramp-up.
+        round_down: shrink a batch to a multiple of `samples_per_microbatch` instead of refusing it.
+        may_resume: the run may continue from a checkpoint after the first steps. Sizes of past steps need not be
+            divisible by `samples_per_microbatch`; `check_from` refuses a run that starts before such a step ends.
 
-        Raises ValueError for a size that is not divisible by `samples_per_microbatch`.
+    Raises ValueError for a size that is not divisible by `samples_per_microbatch`.
     """
 
     global_batch_size: int
