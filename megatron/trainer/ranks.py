@@ -19,7 +19,7 @@ STOP = 1
 MADE = 2
 """Drain, and switch to the program that was made during training (`--pipeline-schedule auto`)."""
 ADMIT = 4
-"""Drain, and take in the new processes of lost ranks."""
+"""Drain, and admit the new processes of lost ranks."""
 
 
 class StopSignal:

@@ -60,8 +60,7 @@ def truth(name: str, value: object) -> bool:
 
 
 def shared_width(config: Mapping[str, object], *names: str) -> int:
-    """Hidden size / number of heads, from the two keys `names`. Raises ValueError if the division leaves a
-    remainder."""
+    """Hidden size / number of heads, from the two keys `names`. Raises ValueError if the quotient is not whole."""
     width, heads = (number(name, present(config, [name]), int) for name in names)
     if not heads or width % heads:
         raise ValueError(

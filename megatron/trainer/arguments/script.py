@@ -119,8 +119,7 @@ class _Reader:
         return f"{self.source}: '{line}' (line {len(before)}) {what}"
 
     def _words(self, text: str, *, splits: bool = True) -> list[str]:
-        """Expand a word to words: an unquoted variable is split at spaces, a quoted array gives one word for each
-        element."""
+        """Expand a word to words: an unquoted variable is split at spaces, a quoted array gives a word per element."""
 
         def quoted(piece: re.Match) -> str:
             if piece.lastgroup is None:

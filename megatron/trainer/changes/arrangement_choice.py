@@ -160,8 +160,10 @@ class ArrangementChoice:
         return self._ordered(wanted, present), Outlook(before, after)
 
     def _cost_of_another_cut(self, present: Arrangement) -> float:
-        """The cost of another split in seconds; if layers freeze, the run changes anyway, and only moving state
-        costs."""
+        """The cost of another split in seconds.
+
+        If layers freeze, the run changes anyway, and only moving the state costs.
+        """
         if present == self.args.arrangement:
             return self.seconds_of_change
         links = self._links or LinkTimes()
@@ -186,8 +188,7 @@ class ArrangementChoice:
         return [ranks[degrees.coordinates(each).stage] for each in range(degrees.world_size)]
 
     def _ordered(self, wanted: Arrangement, present: Arrangement) -> Arrangement:
-        """The wanted arrangement; if its groups of ranks differ from the present groups, with a new choice of rank
-        order."""
+        """The wanted arrangement, with a new order of ranks if its groups of ranks differ from the present groups."""
         if (wanted.pipeline, wanted.data) == (present.pipeline, present.data):
             return wanted
         wanted = replace(wanted, pipelines_in_a_row=False)
@@ -204,8 +205,7 @@ class ArrangementChoice:
         return replace(now, cached=now.cached and 0 < now.num_frozen < now.layers_of_rank[0])
 
     def _is_to_be_cached(self, now: Arrangement) -> bool:
-        """Whether to read the output of the frozen layers from the cache: if the user demands it, or if it is
-        faster."""
+        """Whether to read the output of the frozen layers from the cache: if the user demands it or if it is faster."""
         args = self.args
         if args.activation_cache is None or not now.num_frozen:
             return False

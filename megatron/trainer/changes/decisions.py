@@ -180,8 +180,7 @@ class ChangeDecisions:
         self.outlook = outlook
 
     def cost_of_freezing(self) -> str | None:
-        """A line for the end of a run about the cost of frozen layers in its evaluations; None if no layers were
-        frozen."""
+        """A line for the end of a run about the cost of frozen layers in evaluations; None if no layers were frozen."""
         num_frozen = self._args.arrangement.num_frozen
         if self._freezing is None or not (num_frozen or self._freezing.has_ended):
             return None

@@ -143,8 +143,7 @@ class PrefixCache:
             self._cache.put(_numbers(batch), output.unbind(dim=1))
 
     def read_ahead(self, data: Iterator) -> None:
-        """Start to read the outputs of the microbatch that `data` yields next, as `OutputCache.read_ahead`
-        describes."""
+        """Start to read the outputs of the next microbatch of `data`, as `OutputCache.read_ahead` describes."""
         if self._dataset is None or self._cache is None:
             return
         size = self._args.micro_batch_size

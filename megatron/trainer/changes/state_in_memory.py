@@ -7,9 +7,9 @@
         hand_to_new(parts, iteration=..., is_new=...)       # the new ranks have the state of the others
         hand_between(before, after, iteration=...)          # the parts `after` have the state of the parts `before`
 
-The old state is never written to, so if the move fails, a run that still holds it can continue with it. Besides the old
-and the new state, each rank needs memory for two messages with small or scattered parts (at most 64 MiB each), and for
-a second copy of older weight versions until they are restored.
+The old state is never written to, so if the move fails, a run that still holds it can continue with it. In addition to
+the old and the new state, each rank needs memory for two messages with small or scattered parts (at most 64 MiB each),
+and for a second copy of older weight versions until they are restored.
 
 The state goes through the job's control group, on the host, from the calling thread. A checkpoint that is written in
 the background also uses this group and must be finished first.
@@ -270,8 +270,7 @@ class MemoryStore:
         return received
 
     def _part_of_object(self, key: str, target: int) -> TensorPart:
-        """The part of the rank from which `target` takes an object: `target` itself if it holds it, or the first
-        replica."""
+        """The part of the rank from which `target` takes an object: `target` itself, or the first replica."""
         holders = [(number != target, *each.objects[key], number) for number, each in enumerate(self._held)
                    if key in each.objects]  # fmt: skip
         *_, size, holder = min(holders)
@@ -325,8 +324,10 @@ def _with_own_containers(value: object) -> object:
 
 
 def _joined(state: object, more: object) -> object:
-    """The union of two nested values of dicts and lists. An empty list, as of a rank without parameters, is
-    replaced."""
+    """The union of two nested values of dicts and lists.
+
+    An empty list, as of a rank without parameters, is replaced.
+    """
     if isinstance(state, dict) and isinstance(more, dict):
         return state | {key: _joined(state[key], value) if key in state else value for key, value in more.items()}
     if isinstance(state, list) and isinstance(more, (list, dict)):

@@ -80,8 +80,7 @@ def without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def boxes_of_range(shape: Shape, first: int, last: int) -> Iterator[Box]:
-    """Yield the elements `first` to `last` of a flattened tensor as boxes in order; at most 2 n - 1 boxes for n
-    axes."""
+    """Yield the elements `first` to `last` of a flattened tensor as boxes in order, at most 2 n - 1 for n axes."""
     if first >= last:
         return
     if not shape:

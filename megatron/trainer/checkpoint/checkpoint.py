@@ -87,8 +87,10 @@ class RunParts:
     update: SavedUpdate | None = None
 
     def model_state(self, metadata: dict) -> dict[str, ShardedStateDict]:
-        """The weights of the chunks in their newest version. As a side effect the parameters are set to that
-        version."""
+        """The weights of the chunks in their newest version.
+
+        As a side effect the parameters are set to that version.
+        """
         if self.update is not None:
             self.update.show_newest()
         return model_state(self.chunks, metadata)
@@ -373,7 +375,7 @@ def load_checkpoint(
 
 
 def with_checkpoint_arguments(args: Arguments, *, further: Collection[str] = ()) -> Arguments:
-    """Take over the checkpoint's arguments for --use-checkpoint-args: the model's, and those named in `further`.
+    """Take the model's arguments, and those named in `further`, from the checkpoint, for --use-checkpoint-args.
 
     Not collective: every rank reads the file itself. Raises CheckpointError if `args.load` has no checkpoint.
     """

@@ -67,8 +67,7 @@ _EXPERT, _ALL_EXPERTS = "mlp.experts.local_experts.", "mlp.experts.experts."
 
 
 class RankFilesWeights:
-    """The weights of a checkpoint in Megatron-LM's old format, with a file `model_optim_rng.pt` in a folder for each
-    rank.
+    """The weights of a checkpoint in Megatron-LM's old format, with a folder for each rank.
 
     Folders are named `mp_rank_XX` by the tensor rank, then `_YYY` by the pipeline rank and `_ZZZ` by the expert rank
     where there are several. Files are mapped into memory, not read whole.
@@ -153,8 +152,10 @@ class RankFilesWeights:
                 )
 
     def _places(self, tensor: Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the box and the data of each part of a tensor. A rank's part of a gated layer has rows of both
-        halves."""
+        """Yield the box and the data of each part of a tensor.
+
+        A rank's part of a gated layer has rows of both halves.
+        """
         parts = self._parts[tensor.key, tensor.index]
         local = tuple(parts[0].shape)
         if local == tensor.shape:
@@ -259,8 +260,10 @@ class CheckpointWeights:
         return found.view([last - first for first, last in box])
 
     def _chunk(self, key: str, offset: torch.Size) -> torch.Tensor:
-        """A part as it was written; kept until another part is read, since several of our tensors may come from one
-        part."""
+        """A part as it was written.
+
+        It is kept until another part is read, since several of our tensors may come from one part.
+        """
         if self._last is None or self._last[0] != (key, offset):
             self._last = None
             place = self._index.storage_data[MetadataIndex(key, offset)]

@@ -76,8 +76,7 @@ class ElementRange(ShardedBase):
         return replace(self, data=None)
 
     def overlaps(self) -> list[tuple[ShardedTensor, int, Tensor]]:
-        """The overlap of the range with each sharded tensor, as (tensor, first element in the tensor, data of the
-        overlap)."""
+        """The overlap with each sharded tensor, as (tensor, first element in the tensor, data of the overlap)."""
         last, found = self.first + len(self.data), []
         for begin, whole in self.wholes:
             start, stop = max(self.first, begin), min(last, begin + whole.data.numel())
@@ -128,8 +127,7 @@ def _range_of(parameter: ShardedTensor | ShardedTensorFactory, prefix: str, tens
 
 
 def _wholes(parameter: ShardedTensor | ShardedTensorFactory, key: str) -> tuple[tuple[int, ShardedTensor], ...]:
-    """The sharded tensors of a parameter's local tensor, on the meta device, each with the index of its first
-    element."""
+    """The sharded tensors of a parameter's local tensor, on the meta device, each with its first element's index."""
     stand_in = torch.empty(parameter.data.shape, dtype=parameter.data.dtype, device="meta")
     if isinstance(parameter, ShardedTensor):
         return ((0, replace(parameter, key=key, data=stand_in)),)
@@ -167,8 +165,7 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
 
 
 def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
-    """Rename master weights in a sharded optimizer state to the checkpoint's keys; drop those that the checkpoint
-    lacks.
+    """Rename master weights in a sharded optimizer state to the checkpoint's keys; drop keys that it lacks.
 
     An FP32 run without the distributed optimizer has no master weights beside the model. `holds`: whether the
     checkpoint has a key.
@@ -192,8 +189,7 @@ def _master_of(value: object) -> str | None:
 
 
 def master_of(key: str) -> str | None:
-    """The key of the parameter whose FP32 master weight has the key `key`; None if `key` is not that of a master
-    weight."""
+    """The key of the parameter of which `key` is the FP32 master weight; None for other keys."""
     for prefix in (_DISTRIBUTED_MASTER, _MIXED_MASTER):
         if key.startswith(prefix):
             return key.removeprefix(prefix)

@@ -9,7 +9,7 @@ makes the mark N + 1, which the file system allows only one job, and then remove
 checks that the job's mark is valid.
 
 An owner on this machine (same boot, same namespace of process ids) is alive if a process with its id and start time
-exists. For an owner elsewhere only the file tells: the owner changes the file every `PERIOD` seconds. If the file stays
+exists. For an owner elsewhere only the file shows it: the owner changes the file every `PERIOD` seconds. If it stays
 unchanged for `PATIENCE` seconds on the watcher's own clock, the owner is dead. Clocks of different hosts are never
 compared.
 
@@ -278,8 +278,7 @@ class OwnerMark:
     # -- judging ------------------------------------------------------------------------------------------------------
 
     def _is_dead(self, mark: _Sight) -> bool:
-        """Whether a mark's owner is dead; False if that is not known yet. Raises CheckpointError if the owner is
-        alive."""
+        """Whether a mark's owner is dead; False if that is not known yet. Raises CheckpointError if it is alive."""
         owner = mark.owner
         if owner is not None and owner.is_here:
             if owner.is_running:

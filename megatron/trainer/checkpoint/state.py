@@ -8,7 +8,7 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
   uses the older one. It is stored tensor by tensor like the model, with the prefix 'previous_version.' before every
   key. Policies with longer delays have more such versions (see
   `megatron.pipeline.runtime.stages.megatron.checkpointed_versions`).
-- 'pipeline': the state of the weight update besides the optimizer (the table of loss scales).
+- 'pipeline': the state of the weight update apart from the optimizer (the table of loss scales).
 - 'changes': the history of a pipeline that changes during training: frozen layers, ranks, and the state of decisions.
 
 Values that are not sharded (learning rates, step counters, the loss scaler) are the same on all ranks, and

@@ -177,8 +177,7 @@ round."""
 
 
 def canonical(key: str) -> tuple[str, tuple[int, ...]]:
-    """A checkpoint's key in the table's spelling, without the layer's number; and this number, or () if there is
-    none."""
+    """A checkpoint's key in the table's spelling, without the layer's number, and this number or ()."""
     stack = next((each for each in _STACKS if key.startswith(each)), None)
     if stack is None:
         return key, ()
@@ -194,8 +193,10 @@ def canonical(key: str) -> tuple[str, tuple[int, ...]]:
 
 
 def sources_of(tensors: Iterator[Tensor]) -> dict[str, Source]:
-    """The tensors in the files, in the order in which our tensors need them; a copy follows the tensor that it
-    repeats."""
+    """The tensors in the files, in the order in which our tensors need them.
+
+    A copy follows the tensor that it repeats.
+    """
     places: dict[str, dict[tuple, tuple[Tensor, list[Piece]]]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:

@@ -164,8 +164,7 @@ def _member(enumeration: type[Enum], value: Any) -> Enum:
 
 
 def _enum_member(enumeration: type[Enum], name: str) -> Enum:
-    """The `getattr` that a checkpoint may call: since Python 3.11 a member of an enumeration is pickled with
-    `getattr`."""
+    """The `getattr` that a checkpoint may call, with which Python 3.11 and later pickle members of enumerations."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
     return enumeration[name]

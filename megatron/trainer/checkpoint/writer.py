@@ -1,7 +1,7 @@
 """Writing a checkpoint, synchronously or beside training, with the same outcome on all ranks.
 
 Problem: megatron.core writes through forked processes and a spawned manager. A fork of a process with transfer threads
-may deadlock, and a killed rank leaves those processes behind. If one rank fails (for example, on a full disk), the
+may deadlock, and the processes outlive a killed rank. If one rank fails (for example, on a full disk), the
 other ranks hang, since each phase ends in a collective that the failing rank never reaches.
 
 Solution: megatron.core plans the files of each rank and their format. This module writes the files: in the calling

@@ -199,8 +199,7 @@ def _read_alike(
 
 
 def vision_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """The fields of a ViT: `images` (float32 [b, height, width, channels]) on the first stage, and the common
-    fields."""
+    """The fields of a ViT: `images` (float32 [b, height, width, channels]) on the first stage, and common fields."""
     shape = (args.img_h, args.img_w, args.num_channels)
     images = Field(
         name="images", stages="first", shape=lambda size, length: (size, *shape), dtype=torch.float32

@@ -91,8 +91,10 @@ def _tokenized(
     tokenizer: MegatronTokenizerBase,
     prompt_format: conversations.PromptFormat,
 ) -> tuple[list[int], list[bool]]:
-    """The token ids, and for each token whether it belongs to an answer; an end-of-document token belongs to its
-    text."""
+    """The token ids, and for each token whether it belongs to an answer.
+
+    An end-of-document token belongs to the text before it.
+    """
     ids: list[int] = []
     has_loss: list[bool] = []
     is_answer = False

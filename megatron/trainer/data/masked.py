@@ -297,8 +297,7 @@ class MockT5Dataset(T5Dataset):
         return _MOCK_DOCUMENTS
 
     def _build_sample_index(self, sequence_length: int, min_sentences_per_sample: int) -> numpy.ndarray:
-        """The index of samples, int64 [samples, 3]: first sentence (each document has one), end, and number of
-        tokens."""
+        """The index of samples, int64 [samples, 3]: for each its sentence, the next one, and the tokens to take."""
         documents = numpy.resize(self.indices, self.num_samples).astype(numpy.int64)
         return numpy.stack([documents, documents + 1, numpy.full_like(documents, sequence_length)], axis=1)
 

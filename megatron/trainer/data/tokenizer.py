@@ -142,8 +142,7 @@ class TextToTextTokenizer(FastTokenizer):
 
 
 def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
-    """Build the tokenizer that `args` name. Raises ValueError for a package or file that is missing or cannot be
-    read."""
+    """Build the tokenizer that `args` name. Raises ValueError if a package or file is missing or unreadable."""
     if (problem := problem_with_tokenizer(args)) is not None:
         raise ValueError(problem)
     try:
@@ -159,8 +158,7 @@ def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
 
 
 def problem_with_tokenizer(args: TrainConfig) -> str | None:
-    """A sentence about the package or file that the tokenizer needs and this machine lacks; None if it lacks
-    nothing."""
+    """A sentence about the package or file that the tokenizer needs and this machine lacks; None without one."""
     kind = args.tokenizer_type
     package = _PACKAGES.get(kind)
     if package and importlib.util.find_spec(package) is None:
@@ -250,8 +248,7 @@ def _wordpiece(vocab_file: str, *, lowercase: bool):
 
 
 def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
-    """The number of rows of the embedding. Raises ValueError for a --padded-vocab-size below the number of token
-    ids."""
+    """The number of rows of the embedding. Raises ValueError if --padded-vocab-size is below the number of ids."""
     size = vocab_size(args, tokenizer)
     rows = padded_vocabulary(args, size)
     if rows < size:

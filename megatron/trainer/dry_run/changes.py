@@ -132,8 +132,7 @@ class _Decisions:
         self._num_intervals, self._is_settled = 0, False
 
     def next(self, args: TrainConfig, iteration: int) -> Arrangement:
-        """The arrangement after the next interval, which ends at `iteration` of the run in the arrangement of
-        `args`."""
+        """The arrangement after the next interval, which ends at `iteration`; the current one is that of `args`."""
         self._num_intervals += 1
         wanted = now = args.arrangement
         if self._rule is not None:

@@ -294,7 +294,7 @@ def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[
     schedule = args.schedule
     residency, p = schedule.residency, schedule.num_ranks
     # Ranks with different numbers of stages have no configuration. With weights on the host, the planner has no price
-    # for shared sequences or experts.
+    # for context parallelism or experts.
     if schedule.num_stages % p or args.context_parallel_size > 1 or args.num_experts is not None:
         return None, {}
     configuration = from_flags.configuration_of(

@@ -99,8 +99,7 @@ def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
 
 
 def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[str]:
-    """A line about the optimizer state that is lost with a rank, or about its copies; empty if replicas have it
-    whole."""
+    """A line about optimizer state that is lost with a rank, or about its copies; [] if replicas have it whole."""
     if not args.use_distributed_optimizer:
         return []
     if not args.redundant_optimizer:

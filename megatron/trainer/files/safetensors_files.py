@@ -1,5 +1,4 @@
-"""Weights in safetensors files, plain and quantized, read and written by parts, so that a model need not fit into
-memory.
+"""Weights in safetensors files, plain and quantized, read and written by parts to save memory.
 
 A file has the length of a header (8 bytes, little-endian), the header in JSON (name -> dtype, shape, place of the
 data), and the data, row by row. A folder has `model.safetensors`, or several files and
@@ -246,8 +245,9 @@ def from_fp8(numbers: torch.Tensor, factors: torch.Tensor, first: int) -> torch.
 
 
 class WeightsFolder:
-    """The tensors of a folder as weights: name -> tensor in `tensors`. FP32, BF16 and FP16 are unchanged, others are
-    bf16.
+    """The tensors of a folder as weights: name -> tensor in `tensors`.
+
+    FP32, BF16 and FP16 are unchanged; other dtypes become bf16.
 
     Raises ValueError as `SafetensorsFolder` does, and for quantized weights in another format.
     """

@@ -65,8 +65,7 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 class ResidualAfterNormLayer(SeededTransformerLayer):
-    """A layer whose residual connections start at the outputs of its norms, not at their inputs, as in published
-    BERT."""
+    """A layer whose residuals start at the outputs of its norms, not at their inputs, as in the published BERT."""
 
     def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **options) -> None:
         super().__init__(config, submodules, layer_number, **options)
@@ -75,8 +74,7 @@ class ResidualAfterNormLayer(SeededTransformerLayer):
 
 
 def _adding_to_output(norm: torch.nn.Module, bias_dropout_add: Callable) -> Callable:
-    """Wrap megatron.core's `bias_dropout_add` so that it adds to the latest output of `norm` instead of the
-    residual."""
+    """Make megatron.core's `bias_dropout_add` add to the latest output of `norm` instead of the residual."""
     outputs: list[torch.Tensor] = []
     norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
 
@@ -155,8 +153,7 @@ def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> Modu
 
 
 def layer_stream(args: TrainConfig, number: int) -> int:
-    """The seed of the weights of layer `number`: 0 is the embedding, then the layers, the output layer and the
-    heads."""
+    """The seed of the weights of layer `number`: 0 is the embedding, then the layers, output layer and heads."""
     return args.seed + _STREAM * number
 
 

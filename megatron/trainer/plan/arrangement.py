@@ -177,14 +177,16 @@ def reading_changes(args: TrainConfig) -> Iterator[None]:
 
 
 def first_arrangement(args: TrainConfig) -> Arrangement:
-    """The arrangement that the flags ask for."""
+    """The arrangement that the flags give."""
     layers = from_flags.layers_of_stages(core_config.transformer_config(args))
     return Arrangement(args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers))
 
 
 def model_config(args: TrainConfig) -> TransformerConfig:
-    """The model's configuration for the pipeline that the flags give, since the flags may say how to split the
-    model."""
+    """The model's configuration for the pipeline that the flags give.
+
+    The flags may say how to split the model.
+    """
     if args.arrangement is None:
         return core_config.transformer_config(args)
     first = args.first_arrangement.pipeline
@@ -225,7 +227,7 @@ def arrangement_to_begin_with(args: TrainConfig) -> Arrangement:
         return unchanged
     try:
         arranged(args, wanted)
-    except ValueError:  # the flags ask for other batches, or another schedule
+    except ValueError:  # the flags give other batches or another schedule
         return unchanged
     return wanted
 

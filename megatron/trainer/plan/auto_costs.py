@@ -20,8 +20,7 @@ class CostsOf(Protocol):
     """The costs of a job."""
 
     def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
-        """Return the costs of a job with `layers` layers on its stages. Raises ValueError if they do not fit the
-        job."""
+        """Return the costs of a job with `layers` layers on its stages. Raises ValueError if they do not fit."""
 
     def of_moves(self, config: TrainConfig, ways: Collection[str], sizes: Sequence[float]) -> dict[str, list[float]]:
         """Return the seconds of moves of saved activations, by the names of `Costs`.

@@ -115,7 +115,7 @@ def first_of(weights: WeightPolicy, problems: Sequence[Problem]) -> Synthesis | 
 def search_of(
     config: TrainConfig, problems: Sequence[Problem], moving: Sequence[Problem]
 ) -> Callable[[], tuple[Synthesis, ...] | Steady]:
-    """The search that a job's flags ask for (`fastest_made`, `fastest_steady`)."""
+    """The search for a job's program (`fastest_made`, `fastest_steady`)."""
     if not _weights(config).drains:
         return partial(
             fastest_steady, problems, weights=config.pipeline_weights, seconds=config.pipeline_synthesis_seconds

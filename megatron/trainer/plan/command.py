@@ -1,7 +1,7 @@
 """A training command without the flags that a search chooses, and its completion for each configuration.
 
 Problem: a user describes a model by the flags of a training program, often those of a whole script. Some of them
-(degrees, microbatch, schedule, recompute) are what the search chooses; others (data, paths) do not matter to it.
+(degrees, microbatch, schedule, recompute) are chosen by the search; others (data, paths) do not matter to it.
 
 Solution: a `Job` keeps the remaining flags, in their groups. For every configuration it gives the namespace that the
 program's own rules make of the flags, or the reason why they refuse it. This module imports no torch.
@@ -27,7 +27,7 @@ from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.from_flags import DEGREES, PricedFlags, read_priced
 
 SEARCHED = {architecture: parser.PROGRAMS[architecture] for architecture in ("gpt", "bert")}
-"""The programs that a search knows, as in `parser.PROGRAMS`."""
+"""The programs that a search supports, as in `parser.PROGRAMS`."""
 
 SOURCES = frozenset(destinations(Role.SOURCE))
 """Destinations of flags that say which samples there are."""
@@ -188,8 +188,7 @@ class Job:
     # --- argv for a script
 
     def argv_of(self, *groups: str) -> list[tuple[str, ...]]:
-        """The user's flags in these groups of docs/flags.md, one tuple each, without those that a configuration
-        decides.
+        """The user's flags in these groups of docs/flags.md, one tuple each, except those that a configuration sets.
 
         Without groups: the flags of all groups, except those that say where files are.
         """
@@ -204,10 +203,9 @@ class Job:
         return name in self._given.given
 
     def located_argv_of(self, group: str, folder: Path) -> dict[str, tuple[str, ...]]:
-        """Destination -> the user's flag, for the flags of `group` that say where files are and that `argv_of()` leaves
-        out.
+        """Destination -> the user's flag, for the flags of `group` that say where files are.
 
-        Relative paths become absolute, relative to `folder`.
+        `argv_of()` leaves these flags out. Relative paths become absolute, relative to `folder`.
         """
         return {
             flag.dest: _absolute(flag, _written(flag, self._given), folder)
@@ -320,7 +318,7 @@ def _written(flag: Flag, args: Arguments) -> tuple[str, ...]:
     return (flag.name, *map(str, values))
 
 
-# --- the flags of a script without those that are chosen --------------------------------------------------------------
+# --- the flags of a script without the chosen flags -------------------------------------------------------------------
 
 
 def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
@@ -337,7 +335,7 @@ def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
     return tuple(kept)
 
 
-# --- what a command line does not say ---------------------------------------------------------------------------------
+# --- missing flags ----------------------------------------------------------------------------------------------------
 
 _RULES = (model.required, optimizer.learning_rate, data.data, data.text)
 

@@ -188,8 +188,7 @@ WITHOUT_ENGINE = {
     "apply_rope_fusion": False, "moe_permute_fusion": False, "moe_router_fusion": False, "fp8": None,
     "moe_router_padding_for_quantization": False,
 }  # fmt: skip
-"""Flags for which megatron.core's configuration requires a fused kernel that this machine may lack, with neutral
-values.
+"""Flags for which megatron.core's configuration needs a fused kernel that may be missing here -> neutral value.
 
 No shape depends on them."""
 

@@ -192,7 +192,7 @@ _HALVES = ("backward_input", "backward_weight")
 def _run_batch(
     lone: LoneStage, batch: int, num_microbatches: int, now: Callable, *, split: bool = False
 ) -> list[tuple]:
-    """Run a batch. Returns (name, mark before, mark after) for each of its steps; marks are those of the clock."""
+    """Run a batch. Returns (name, mark before, mark after) for each of its steps, with marks of the clock."""
     marks = []
     stage, update = lone.stage, lone.update
     info = BatchInfo(batch, num_microbatches, num_microbatches)
@@ -323,8 +323,7 @@ def time_copies(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -
 def time_updates(
     model: Architecture, dtype: str, *, num_iterations: int, num_warmup: int
 ) -> tuple[int, dict[str, list[float]]]:
-    """Time updates of a layer by the host's optimizer; return the number of parameters, and kernel -> seconds of
-    updates.
+    """Time updates of a layer by the host's optimizer. Returns the number of parameters, and kernel -> seconds.
 
     `dtype`: dtype of the weights.
     """

@@ -1,2 +1,1 @@
-"""The training programs, one process per rank: `torchrun -m megatron.trainer.programs.NAME`, or NAME.py in a
-checkout."""
+"""The training programs, one process per rank: `torchrun -m megatron.trainer.programs.NAME`, or NAME.py."""

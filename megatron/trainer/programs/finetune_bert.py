@@ -1,4 +1,4 @@
-"""Fine-tune a BERT to tell classes of texts through a pipeline program. See docs/classification.md and docs/flags.md.
+"""Fine-tune a BERT to classify texts through a pipeline program. See docs/classification.md and docs/flags.md.
 
 torchrun --nproc-per-node 2 finetune_bert.py --pipeline-model-parallel-size 2 --pretrained-checkpoint CHECKPOINTS \
     --train-data train.jsonl --valid-data validation.jsonl --epochs 3 ...
@@ -10,7 +10,7 @@ from functools import partial
 from megatron.pipeline import interrupt
 
 if __name__ == "__main__":
-    interrupt.end_at_interrupt(says="finetune_bert.py: ended by SIGINT")  # before what takes long to import
+    interrupt.end_at_interrupt(says="finetune_bert.py: ended by SIGINT")  # before slow imports
 
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.parser import PROGRAMS

@@ -9,7 +9,7 @@ from functools import partial
 from megatron.pipeline import interrupt
 
 if __name__ == "__main__":
-    interrupt.end_at_interrupt(says="pretrain_bert.py: ended by SIGINT")  # before what takes long to import
+    interrupt.end_at_interrupt(says="pretrain_bert.py: ended by SIGINT")  # before slow imports
 
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.parser import PROGRAMS

@@ -1,4 +1,4 @@
-"""Train a ViT that tells classes of images through a pipeline program. See docs/classification.md and docs/flags.md.
+"""Train a ViT that classifies images through a pipeline program. See docs/classification.md and docs/flags.md.
 
 torchrun --nproc-per-node 2 pretrain_vision_classify.py --pipeline-model-parallel-size 2 --data-path TRAIN VALID ...
 """
@@ -9,7 +9,7 @@ from functools import partial
 from megatron.pipeline import interrupt
 
 if __name__ == "__main__":
-    interrupt.end_at_interrupt(says="pretrain_vision_classify.py: ended by SIGINT")  # before what is slow to import
+    interrupt.end_at_interrupt(says="pretrain_vision_classify.py: ended by SIGINT")  # before slow imports
 
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.parser import PROGRAMS

@@ -49,8 +49,7 @@ class MembershipChange:
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """The first rank of each place, with its replica and pipeline rank, such as 1.2; empty in a job without lost
-        ranks."""
+        """The first rank of each place, with its replica and pipeline rank, such as 1.2; [] without lost ranks."""
         if self.survivors is None:
             return []
         return list(zip(self.ranks[:: self.ranks_of_place], map(str, self.survivors.ranks), strict=True))

@@ -93,7 +93,7 @@ def _read(
 
     Returns the configuration completed from tokenizer and data, the reporter, the datasets, and the number of token
     ids.
-    `writes`: whether this rank writes the log; None: as its rank says.
+    `writes`: whether this rank writes the log; None: if it is the last rank.
     """
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
     args = replace(args, padded_vocab_size=0 if tokenizer is None else padded_vocab_size(args, tokenizer))
@@ -198,7 +198,8 @@ def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> Ch
 def without_data(args: TrainConfig) -> list[str]:
     """Notes on evaluations that the run would make and for which it has no data (`has_split`).
 
-    Raises ValueError if the user's flags ask for evaluations and the flags do not say that there are no data for them.
+    Raises ValueError if --skip-train has nothing to evaluate, or if the user's flags ask for evaluations and --split
+    promises validation data that are missing.
     """
     if not args.eval_iters:
         return []

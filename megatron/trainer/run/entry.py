@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 
 def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | None = None) -> int:
-    """Parse the command line, install the device layer, and train the program of `program()`; return the exit
-    status."""
+    """Parse the command line, install the device layer, and train `program()`; return the exit status."""
     started = time.time()
     stop = StopSignal().install()
     try:

@@ -10,8 +10,9 @@ from megatron.trainer.arguments.flags.config import TrainConfig
 def evaluate(
     engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool], *, replicas_in_program: int = 1
 ) -> dict[str, float] | None:
-    """The mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every
-    rank.
+    """The mean of each loss, by name, over `--eval-iters` batches of the full global batch size.
+
+    It is the same on every rank.
 
     `engine`: drained, with the evaluation's iterators in its stages. `agree_to_stop`: called on all ranks after every
     batch; if it returns True, the evaluation is interrupted, and None is returned. `replicas_in_program`: the number of

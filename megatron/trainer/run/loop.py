@@ -304,7 +304,7 @@ class Loop:
         return ends or self._admits or due or self._outgrows()
 
     def _between_stretches(self) -> bool:
-        """Drain the pipeline, evaluate, save, and change what is due. Returns True if the run ends here."""
+        """Drain the pipeline, and decide, evaluate, save and change if due. Returns True if the run ends here."""
         args = self.args
         if not self.run.engine.is_drained:
             self._drain()

@@ -5,8 +5,8 @@
 2. Every rank gives up its microbatches in flight, and calls `Membership.agree`. There it tells the others which weight
    version it has, and the sums over all ranks for the step to that version.
 3. The remaining ranks form new process groups, which replace megatron.core's old groups. A rank that lacks the newest
-   version makes it: the rank has the reduced gradients, and the other ranks tell it the sums. If replicas shard the
-   optimizer, the optimizer is sharded anew (`lost_shards`).
+   version makes it: the rank has the reduced gradients, and receives the sums from other ranks. If replicas shard the
+   optimizer, the optimizer is sharded again (`lost_shards`).
 4. The ranks switch to the program without the lost ranks, which was proved before the run began (`proved_losses`), and
    repeat the batch.
 
@@ -380,15 +380,17 @@ class LostRanks:
         self.has_state = True
 
     def _connecting(self, searched: float) -> AbstractContextManager[None]:
-        """A context in which ranks that do not connect are lost. `searched`: seconds that others may need in
-        addition."""
+        """A context in which ranks that do not connect are lost.
+
+        `searched`: seconds that others may need in addition.
+        """
         return connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched))
 
     def _told(self, make: Callable[[], _Made]) -> _Made:
-        """The result of `make`, whose ValueError occurs on all ranks and ends the job, so that the launcher restarts no
-        rank.
+        """The result of `make`, whose ValueError occurs on all ranks and ends the job.
 
-        Rank 0 prints such an error. If rank 0 is lost, the first remaining rank prints it.
+        The launcher then restarts no rank. Rank 0 prints such an error. If rank 0 is lost, the first remaining rank
+        prints it.
         """
         try:
             return make()

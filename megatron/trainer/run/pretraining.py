@@ -105,7 +105,7 @@ def _join_job(
     Returns the run's configuration, this process's rank, notes for the log, and the object that handles lost ranks
     (None without `--go-on-without-lost-ranks`).
 
-    A rank that finds a problem meets the others nevertheless, so that they end too and know the reason.
+    A rank with a problem still meets the others, so that they end too and know the reason.
     """
     problem = job = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)

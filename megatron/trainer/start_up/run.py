@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 def language_model_losses(args: TrainConfig) -> tuple[str, ...]:
-    """The names of a GPT's losses: the language model's, those of further predicted tokens, and the routers'."""
+    """The names of a GPT's losses: of its tokens, of multi-token prediction, and of its routers."""
     of_tokens = (LOSS, *loss_names(args.mtp_num_layers))
     if args.num_experts is None:
         return of_tokens
@@ -159,7 +159,7 @@ def setup_model_and_optimizer(
                 chunk.requires_grad_(False)
         chunks = wrap_for_training(chunks, core_config.ddp_config(args), on_host=on_host, draws=draws)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
-    with locally():  # behind the collective with which it begins
+    with locally():  # after the collective with which it begins
         optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
         scheduler = core_config.param_scheduler(args, optimizer)
     may_move = args.made_program is not None and args.pipeline_moves != "none"  # the next program may, too
@@ -266,7 +266,7 @@ def build_engine(
     if survivors is not None:
         schedule, samples = survivors.schedule, args.micro_batch_size
         moves = schedule.moves_activations
-        size = ranks_of_place(args)  # a pipeline takes the same one of these ranks from every place
+        size = ranks_of_place(args)  # a pipeline consists of the ranks at one index in all places
         ranks = list(range(torch.distributed.get_rank() % size, torch.distributed.get_world_size(), size))
     return PipelineEngine(
         schedule, built.stages, built.update,
@@ -393,8 +393,7 @@ class Run:
         self.begun.append(num_samples)
 
     def stand_after(self, iteration: int) -> None:
-        """Move the run's position to `iteration` batches: drop batches that were begun, or count further ones as
-        done."""
+        """Move the run's position to `iteration` batches: drop begun batches, or count further ones as done."""
         while self.iteration > iteration:
             self.iteration -= 1
             num_samples = self.begun.pop()
@@ -421,8 +420,9 @@ class Run:
         )
 
     def samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
-        """For each own stage, the microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample
-        `consumed` on.
+        """For each own stage, the microbatches of dataset `index` from sample `consumed` on.
+
+        Datasets are 0 training, 1 validation, 2 test.
 
         Validation data repeat: a resumed run that evaluates at other intervals sizes them for the new intervals, while
         its position was counted with the old ones. Data that each evaluation reads completely start over with each

@@ -1,4 +1,4 @@
-"""Flags of what a run reads and writes: data, tokenizer, checkpoints and reports; and flags of a dry run."""
+"""Flags about a run's input and output (data, tokenizer, checkpoints and reports), and flags of a dry run."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -124,8 +124,7 @@ def fill_defaults(namespace: Arguments, groups: Sequence[Group], preferred: dict
 
 
 def refuse(namespace: Arguments, groups: Sequence[Group], accepts: Role = Role.NONE) -> None:
-    """Raise one ValueError for the mistakes in `namespace.unknown` and for refused flags whose value asks for
-    something.
+    """Raise one ValueError for all mistakes in `namespace.unknown` and all refused flags that ask for something.
 
     Refused flags that no value makes neutral are removed from `namespace`, except those with a role in `accepts`.
     """

@@ -1,9 +1,9 @@
-"""What a command line flag is, as data.
+"""Command line flags as data.
 
 Problem: Megatron-LM's users bring scripts with hundreds of flags. Each must parse, and then either work or be
 refused by name with a remedy. The parser, the help, the documentation and the values that the code reads must agree.
 
-Solution: a flag is a small frozen record, and flags of one subject are the fields of one dataclass, which has their
+Solution: a flag is a small frozen record, and flags about one subject are the fields of one dataclass, which has their
 names, types and defaults. The parser, `--help`, `docs/flags.md`, the refusals, `TrainConfig` and the notes on flags
 without effect are all derived from these dataclasses (parser.py, reference.py, config.py). A flag has roles, by which
 checkpoints and searches select the flags that they treat alike.
@@ -24,7 +24,7 @@ _PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 class Arguments(argparse.Namespace):
     """The values of a training program's flags by destination, as parsed, while the rules check and complete them.
 
-    `TrainConfig` (config.py) is what they become, where every value has a type.
+    `TrainConfig.of` (config.py) makes a configuration from them, in which every value has a type.
     """
 
 
@@ -144,8 +144,7 @@ def option(
     metavar: str | tuple[str, ...] | None = None,
     roles: Role | None = None,
 ) -> Any:
-    """The field of a flag that takes a value, or several by `nargs`; a `metavar` such as FILE makes the value a
-    path."""
+    """The field of a flag that takes a value, or several by `nargs`; with a `metavar` such as FILE, a path."""
     return _field(
         Flag(
             names=(name, *aliases),

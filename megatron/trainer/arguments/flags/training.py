@@ -285,7 +285,7 @@ class Recompute:
 RECOMPUTE = Group.of(Recompute, "recompute", Role.CONFIGURATION)
 
 
-# --- training that freezes what has converged (PipeTransformer) -------------------------------------------------------
+# --- training that freezes converged layers (PipeTransformer) ---------------------------------------------------------
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

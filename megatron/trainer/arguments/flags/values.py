@@ -28,8 +28,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """Parse "TOKENS:SIZE TOKENS:SIZE ...", in one word or several, in any order; return (first sample, batch size)
-    pairs.
+    """Parse "TOKENS:SIZE TOKENS:SIZE ...", in one word or several, in any order, to (first sample, batch size).
 
     Raises ValueError if the text is no such list, or if its tokens do not rise from 0.
     """

@@ -83,8 +83,7 @@ def _refusals(args: Arguments, size: int) -> Iterator[tuple[bool, str]]:
 
 
 def context_of_engine(args: Arguments) -> None:
-    """Check that Transformer Engine's attention supports `--cp-comm-type` with these flags; its layers must be in
-    use."""
+    """Check that Transformer Engine's attention, which must be in use, supports `--cp-comm-type` with these flags."""
     kind = args.cp_comm_type[0]
     for what, is_asked in _OF_ENGINE.items():
         known = KNOWN_TO_ENGINE[what]

@@ -37,8 +37,10 @@ def _is_neutral(args: Arguments, name: str) -> bool:
 
 
 def counted_tokens(args: Arguments) -> None:
-    """Refuse routers that count tokens over a batch if the run does not count them. Runs after the rules of
-    schedules."""
+    """Refuse routers that count tokens over a batch if the run does not count them.
+
+    Runs after the rules of schedules.
+    """
     if args.num_experts is None:
         return
     what = {

@@ -6,7 +6,7 @@ from megatron.trainer.arguments.flags.config import choice_of, ranks_of_place
 from megatron.trainer.arguments.flags.specification import Arguments
 
 _Row = tuple[Callable[[Arguments], object], str, str]
-"""Whether the row applies, the feature that the flags ask for, and why a run with it cannot continue without a rank."""
+"""Whether the row applies, the feature in question, and why a run with this feature cannot continue without a rank."""
 
 _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),

@@ -6,7 +6,7 @@ from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import Arguments
 
 _Row = tuple[Callable[[Arguments], object], Callable[[Arguments], str], str]
-"""Whether the row applies, the feature that the flags ask for, and why it excludes optimistic steps."""
+"""Whether the row applies, the feature in question, and why this feature excludes optimistic steps."""
 
 
 def _named(what: str) -> Callable[[Arguments], str]:

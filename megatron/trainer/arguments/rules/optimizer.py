@@ -71,8 +71,7 @@ def learning_rate(args: Arguments) -> None:
 
 
 def _whole_tensors(args: Arguments) -> None:
-    """Refuse sharded state for optimizers that need whole tensors: LAMB's step depends on the norm of a whole
-    tensor."""
+    """Refuse sharded state for optimizers that need whole tensors, such as LAMB, whose step depends on their norms."""
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise ValueError(
             "--use-distributed-optimizer does not go with --optimizer sgd: megatron.core shards the state of Adam "

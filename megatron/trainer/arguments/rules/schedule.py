@@ -141,7 +141,7 @@ def _notes(args: Arguments, schedule: ProgramSchedule) -> list[str]:
 
 
 def residency_of(args: Arguments) -> Residency | None:
-    """How the host keeps the weights, as `args` say; None if the device keeps them."""
+    """How the host keeps the weights under the flags; None if the device keeps them."""
     if choice_of(args).residency is None:
         return None
     update = args.l2l_update
