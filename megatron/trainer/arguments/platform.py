@@ -153,7 +153,7 @@ def resolve_platform(args: Arguments, platform: Platform) -> list[str]:
         "masked_softmax_fusion", not args.sft, "its kernel reads no mask, and --sft keeps conversations apart by one"
     )
     packs = {"--rotary-interleaved": args.rotary_interleaved, "--multi-latent-attention": args.multi_latent_attention}
-    for name in (name for name, is_given in packs.items() if is_given):  # megatron.core does not pass it to the kernel
+    for name in (name for name, is_given in packs.items() if is_given):  # megatron.core does not pass the first to it
         turn_off("apply_rope_fusion", not args.sft, f"its kernels for conversations of --sft are not used with {name}")
     turn_off("masked_softmax_fusion", args.window_size is None, "its kernel knows no window")
     turn_off("masked_softmax_fusion", args.position_embedding_type != "relative", "its kernel adds no bias")

@@ -286,7 +286,7 @@ class ArrangementChoice:
         """The possible arrangements, one for each possible number of pipeline ranks."""
         world = now.pipeline * now.data
         sizes = range(self.args.first_arrangement.pipeline, 0, -1) if self.args.elastic_pipeline else [now.pipeline]
-        times = self._times if self._by_hand is None else self._counted  # by hand: no measurements
+        times = self._times if self._by_hand is None else self._counted  # the user's ranks: no measured times
         work = [
             forward + (0.0 if layer < now.num_frozen else backward)
             for layer, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True))

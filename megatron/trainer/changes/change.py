@@ -70,7 +70,7 @@ class _GradientMemory:
         buffers: CoreGradientBuffers | None = getattr(update, "_gradients", None)
         slots = [] if buffers is None else [buffers[slot] for slot in range(buffers.num_slots)]
         storages = [flat.untyped_storage() for slot in slots for flat in slot.flats]
-        self._storages = [storage for storage in storages if storage.resizable()]  # others cannot be resized
+        self._storages = [storage for storage in storages if storage.resizable()]  # a numpy view prevents it
         self._num_bytes = [storage.nbytes() for storage in self._storages]
 
     def release(self) -> None:

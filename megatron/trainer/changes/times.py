@@ -92,7 +92,7 @@ def measured_costs(engine: PipelineEngine, *, num_batches: int, num_bytes: float
     medians = medians_of_stages(engine, kinds, num_batches=num_batches).values()
     forward, again, whole, first, second = ([each[kind] for each in medians] for kind in kinds)
     backward = [sum(parts) for parts in zip(whole, first, second, strict=True)]  # whole, or in two halves
-    recompute = [each or once for each, once in zip(again, forward, strict=True)]  # without one: as a forward
+    recompute = [each or once for each, once in zip(again, forward, strict=True)]  # if not run: a forward's
     return Costs(
         forward=forward, recompute=recompute, backward=backward, backward_input=first, backward_weight=second,
         latency=links.message, forward_bytes=num_bytes, bandwidth=1 / links.byte if links.byte else math.inf,

@@ -133,7 +133,7 @@ class RankFilesWeights:
                         key, index, layer = _place_of(name, before[stack], first_expert)
                         layers[stack] = max(layers[stack], layer + 1)
                         parts = self._parts.setdefault((key, index), [])
-                        if len(parts) == rank:  # unless several files have it: a tied embedding, or no expert
+                        if len(parts) == rank:  # else already added: tied, or in another expert's folder
                             parts.append(value)
                 before += layers
 

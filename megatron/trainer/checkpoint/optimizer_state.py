@@ -1,6 +1,6 @@
 """The optimizer's state in a checkpoint and in memory: element ranges, conversion between optimizers, and resets.
 
-Problem: megatron.core's optimizers store the same numbers under different names. Moments have the same names
+Problem: megatron.core's optimizers store the same numbers under different names. Only moments have the same names
 ('optimizer.state.exp_avg.<parameter>'). FP32 master weights are 'param' in the distributed optimizer, 'fp32_param' in
 the mixed-precision optimizer, and the model's own tensors in the FP32 optimizer. Step counters and parameter groups are
 at different places. The state of Adam and similar optimizers has no step counter while the counter is 0, and then the

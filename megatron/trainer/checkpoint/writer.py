@@ -1,8 +1,8 @@
 """Writing a checkpoint, synchronously or beside training, with the same outcome on all ranks.
 
 Problem: megatron.core writes through forked processes and a spawned manager. A fork of a process with transfer threads
-may deadlock, and the processes outlive a killed rank. If one rank fails (for example, on a full disk), the
-other ranks hang, since each phase ends in a collective that the failing rank never reaches.
+may deadlock, and the processes outlive a killed rank. If one rank fails (for example, on a full disk), the other ranks
+hang, since each phase ends in a collective that the failing rank never reaches.
 
 Solution: megatron.core plans the files of each rank and their format. This module writes the files: in the calling
 thread, or for an asynchronous save in one background thread, from a copy of the tensors. Then every rank reports its

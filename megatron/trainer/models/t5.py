@@ -323,8 +323,7 @@ def _stack(
     """The layers of one stack on a stage.
 
     `layers`: the number of the stack's layers on each stage. `first`: the number of layers of the model before the
-    stack.
-    `ends`: whether the stack's final norm follows.
+    stack. `ends`: whether the stack's final norm follows.
     """
     own = copy(config)
     own.num_layers = sum(layers)

@@ -4,9 +4,8 @@
 evaluation. A pipeline that may change has one at the start (`initial_...`) and one for each change. A run that
 continues without lost ranks, or with ranks that returned, has one for each such event (`membership_change`). One rank
 writes each line with one system call, so that a killed run leaves complete lines. A line that cannot be written, for
-example on
-a full disk, is kept and written before the next one. A resumed run appends; if it repeats iterations, the last line of
-an iteration is valid.
+example on a full disk, is kept and written before the next one. A resumed run appends; if it repeats iterations, the
+last line of an iteration is valid.
 
 Training must not end because a line of the log cannot be written. So a by-product that cannot be written is reported
 once, with the reason, and once more when it can be written again. This module imports no torch.

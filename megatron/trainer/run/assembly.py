@@ -93,6 +93,7 @@ def _read(
 
     Returns the configuration completed from tokenizer and data, the reporter, the datasets, and the number of token
     ids.
+
     `writes`: whether this rank writes the log; None: if it is the last rank.
     """
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)

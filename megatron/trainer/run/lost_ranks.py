@@ -10,7 +10,7 @@
 4. The ranks switch to the program without the lost ranks, which was proved before the run began (`proved_losses`), and
    repeat the batch.
 
-If another rank is lost meanwhile, this begins again. If no remaining rank has some stage, the job ends.
+If another rank is lost meanwhile, this begins again. If some stage is on no remaining rank, the job ends.
 
 A *place* is a pipeline rank of a replica: one rank, or the ranks that compute its layers together (tensor and context
 parallelism). Programs, losses and returns are of whole places (`Membership` takes care of that), and each rank of a
@@ -149,7 +149,7 @@ class LostRanks:
             not reported yet.
 
         Raises:
-            ValueError: no remaining rank has some stage, or the program would be slower than `--minimum-speed`.
+            ValueError: some stage is on no remaining rank, or the program would be slower than `--minimum-speed`.
         """
         start = time.monotonic()
         reports = [] if admits else self._give_up(run)

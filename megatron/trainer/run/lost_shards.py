@@ -97,7 +97,7 @@ class LostShards:
         self._args, self._rank = args, rank
         self._cut: int | None = None if is_new else 0  # the epoch in which the current shards were made
         self._built: _Built | None = None  # beside the current parts, until all ranks have built theirs
-        self._sources: list[int] | None = None  # the ranks, by their first numbers, that hand over this rank's shards
+        self._sources: list[int] | None = None  # ranks, by their first numbers, that send this one its shards
         self._told = ""
 
     @property

@@ -46,7 +46,7 @@ def flags(args: Arguments) -> None:
     _without_effect(args)
     if args.freeze_training:
         make_rule(args)
-    if args.freeze_watch_validation is not None and args.eval_iters == 0:  # checked before a classifier's are filled in
+    if args.freeze_watch_validation is not None and args.eval_iters == 0:  # before a classifier's default is filled in
         raise ValueError(
             f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and with --eval-iters 0 "
             "there are none; raise the latter, or leave the former out"

@@ -186,7 +186,7 @@ def residual(args: Arguments) -> None:
     other = {
         f"the model of {PROGRAMS[args.architecture][0]}": args.architecture not in ("gpt", "bert"),
         "--mtp-num-layers": args.mtp_num_layers,
-        "--recompute-modules layernorm": "layernorm" in (args.recompute_modules or ()),  # not kept
+        "--recompute-modules layernorm": "layernorm" in (args.recompute_modules or ()),  # its output is not kept
     }
     if given := [name for name, is_given in other.items() if is_given]:
         raise ValueError(f"--residual-from-norm is not computed with {' and '.join(given)}; leave it out")
