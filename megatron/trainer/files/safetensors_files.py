@@ -27,7 +27,7 @@ from typing import BinaryIO
 import torch
 
 from megatron.documents.faults import shown
-from megatron.documents.files import read_json
+from megatron.documents.files import read_json, write_whole
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -160,7 +160,7 @@ def write_folder(
     *,
     largest_file: int,
 ) -> None:
-    """Write a model's tensors into a folder. The weight files are synced.
+    """Write a model's tensors into a folder. The files are synced.
 
     Args:
         tensors: name -> dtype and shape, in the order in which the tensors are written.
@@ -202,7 +202,7 @@ def write_folder(
         places = {name: file for file, sizes in zip(files, groups, strict=True) for name in sizes}
         total = sum(sum(sizes.values()) for sizes in groups)
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+        write_whole(folder / INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
 
 
 # --- quantized weights ------------------------------------------------------------------------------------------------

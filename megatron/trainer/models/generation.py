@@ -100,8 +100,9 @@ class TextGenerator:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, but the model knows {self._num_positions} positions; shorten it"
             )
-        if (largest := max(prompt)) >= self._vocab_size or min(prompt) < 0:
-            raise ValueError(f"the prompt holds token id {largest}, beyond the vocabulary of {self._vocab_size}")
+        for token in prompt:
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"the prompt holds token id {token}, beyond the vocabulary of {self._vocab_size}")
 
     def _new_context(self) -> None:
         self._context = StaticInferenceContext(1, self._num_positions)

@@ -100,5 +100,5 @@ def test_files_without_images_are_refused(tmp_path, lengths):
     """By name, before anything is derived from their number."""
     paths = [write_images(tmp_path / f"{name}.npz", each) for name, each in zip("ab", lengths, strict=True)]
     base = f"{SMALL.replace('--train-iters 10', '--epochs 2')} --data-path {' '.join(paths)}"
-    with pytest.raises(ValueError, match=rf"^{paths[lengths.index(0)]} has no samples; give files with images"):
+    with pytest.raises(ValueError, match=rf"^{paths[lengths.index(0)]} has no samples; give files that hold samples"):
         vision_arguments(base=base)

@@ -30,7 +30,7 @@ def generate_both_ways(changes, prompt, num_tokens):
             mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
             sequence.append(int(model(ids, torch.arange(length).unsqueeze(0), mask)[0, -1, :60].argmax()))
     errors = []
-    for wrong in ([], [1] * 17, [60]):
+    for wrong in ([], [1] * 17, [60], [3, -1]):
         try:
             next(generator.stream(wrong, 1, Sampling()))
         except ValueError as error:
@@ -53,7 +53,7 @@ def test_greedy_generation_is_the_argmax_of_plain_forwards(changes):
     assert greedy == plain and again == greedy and len(greedy) == 24
     assert sampled[0] == sampled[1] != sampled[2]
     assert "no tokens" in errors[0] and "17 tokens" in errors[1] and "16 positions" in errors[1]
-    assert "beyond the vocabulary of 60" in errors[2]
+    assert "beyond the vocabulary of 60" in errors[2] and "token id -1, beyond" in errors[3]
 
 
 def draw(logits, settings):

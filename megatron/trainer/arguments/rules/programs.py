@@ -206,7 +206,7 @@ def num_samples(args: Arguments, split: str) -> int:
     paths = data_paths(args)[split]
     found = _files(args).count(paths) if paths else 0
     if paths and not found:
-        raise ValueError(f"{' '.join(paths)} has no samples; give files with images and their labels")
+        raise ValueError(f"{' '.join(paths)} has no samples; give files that hold samples with their labels")
     return found
 
 

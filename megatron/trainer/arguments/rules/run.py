@@ -92,8 +92,12 @@ def checkpoint(args: Arguments) -> list[str]:
     if args.use_mp_args_from_checkpoint_args and not args.use_checkpoint_args:
         raise ValueError("--use-mp-args-from-checkpoint-args needs --use-checkpoint-args")
     for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
-        if getattr(args, name) not in (None, False) and args.load is None and args.pretrained_checkpoint is None:
-            raise ValueError(f"{name_of(name)} needs --load")
+        is_met = args.load is not None
+        if name in ("exit_on_missing_checkpoint", "finetune"):  # as --pretrained-checkpoint by itself is
+            is_met = is_met or args.pretrained_checkpoint is not None
+        if getattr(args, name) not in (None, False) and not is_met:
+            beside = "; --pretrained-checkpoint reads the newest checkpoint" if args.pretrained_checkpoint else ""
+            raise ValueError(f"{name_of(name)} needs --load{beside}")
     if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
         return [
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness}: a tensor that the checkpoint lacks is an error all "
