@@ -167,7 +167,8 @@ def _costs(options: argparse.Namespace, measured: Timeline | None) -> Costs:
     if measured is None:
         return Costs(**given)
     costs = measured_costs(measured)
-    if not options.whole_backwards and not (any(costs.backward_input) or "backward_input" in given):
+    has_halves = any(costs.backward_input or ()) or not given.keys().isdisjoint(("backward_input", "backward_weight"))
+    if not options.whole_backwards and not has_halves:
         raise ValueError(
             f"{options.measured} has no backwards in halves; measure a run of zb-h1 or zbv, give --backward-input, or "
             "add --whole-backwards"

@@ -95,6 +95,10 @@ def test_costs_come_from_a_measured_run(run, tmp_path):
     assert status == 0 and float(lines_of(out)["time of a batch"]) == pytest.approx(0.5 + 6 * 3.0 + 1.0)
     status, _, error = run("synthesize", "--measured", whole, *given)
     assert status == 1 and "measure a run of zb-h1 or zbv" in error
+    for half in "--backward-input", "--backward-weight":  # the other one is the rest of the backward
+        status, out, _ = run("synthesize", "--measured", whole, *given, half, "0.5,1")
+        assert status == 0 and float(lines_of(out)["time of a batch"]) == pytest.approx(0.5 + 6 * 3.0)
+        assert float(lines_of(out)["lower bound"].split()[0]) == pytest.approx(0.5 + 6 * 3.0)
 
 
 def test_a_frontier_is_a_table_and_a_picture(run, tmp_path):

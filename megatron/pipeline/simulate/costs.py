@@ -156,8 +156,9 @@ def spread(name: str, value: PerStage, count: int) -> list[float]:
 def measured_costs(measured: Timeline) -> Costs:
     """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all.
 
-    A kind of work that the timeline does not have takes 0 seconds. The exception is the recompute, which then takes as
-    long as the forward.
+    The cost of work that the timeline does not have is None if `Costs` then derives it from others, and otherwise 0.
+    The halves of a backward are derived only if neither was measured. The recompute of a stage that has none takes as
+    long as its forward.
     """
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in measured.spans:
@@ -169,13 +170,16 @@ def measured_costs(measured: Timeline) -> Costs:
     def least(kind: Kind) -> float:  # the last rank to arrive waits least for the others
         return min((statistics.fmean(found) for (each, _), found in times.items() if each is kind), default=0.0)
 
-    known = {field.name for field in fields(Costs)}
+    known = {field.name: field.default for field in fields(Costs)}
     of_work = {kind.row.cost: kind for kind in reversed(Kind) if kind.row.cost in known and kind not in MOVES}
     found = {name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()}
     if measured.copies:
         found["reduce_grad"] = _least_of_copies(measured, found["reduce_grad"])
     found["recompute"] = [again or once for again, once in zip(found["recompute"], found["forward"], strict=True)]
-    return Costs(**found)
+    seen = {kind.row.cost for kind, _ in times}
+    if seen.intersection(_HALVES):
+        seen.update(_HALVES)
+    return Costs(**{name: each if name in seen or known[name] is not None else None for name, each in found.items()})
 
 
 def _least_of_copies(measured: Timeline, seconds: Sequence[float]) -> list[float]:

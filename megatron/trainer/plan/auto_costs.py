@@ -105,7 +105,7 @@ class _Measured:
             )
         costs = measured_costs(self.timeline)
         missing = "halves" if config.schedule.splits_backward else "whole backwards"
-        if not any(costs.backward_input if config.schedule.splits_backward else costs.backward):
+        if not any(costs.backward_input or () if config.schedule.splits_backward else costs.backward):
             raise ValueError(f"--pipeline-profile {self.path} has no times of {missing}; measure a run that has them")
         return costs
 

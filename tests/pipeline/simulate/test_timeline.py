@@ -1,14 +1,16 @@
-"""Timelines: what they count, their parts, and their form on disk."""
+"""Timelines: what they count, their parts, their form on disk, and the costs that they show."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
+from megatron.pipeline.simulate.costs import measured_costs
 from megatron.pipeline.simulate.timeline import FORMAT, Timeline
 
 
@@ -124,3 +126,20 @@ def test_lists_of_different_lengths_are_refused():
         Timeline((row,), ([0.0],), ([],), (0,), (1,))
     with pytest.raises(ValueError, match="1 ranks"):
         Timeline((row,), (), (), (0,), (1,))
+
+
+def test_costs_that_were_not_measured_follow_from_the_others():
+    """A timeline with whole backwards and without moves has neither halves nor a way back from the host that take no
+    time. One of halves keeps both, also a stage that has a W and no I."""
+    whole = measured_costs(simulate(Schedule.preset("flush", num_stages=2).build((4,)), Costs(backward=[2.0, 3.0])))
+    found = replace(whole, forward=1.5, backward_input=0.5, swap_out=4.0).by_name(2)
+    assert (found["backward"], found["backward_weight"]) == ([2.0, 3.0], [1.5, 2.5])
+    assert (found["recompute"], found["swap_in"], found["load"]) == ([1.5, 1.5], [4.0, 4.0], [0.0, 0.0])
+    simulated = simulate(Schedule.preset("zb-h1", num_stages=2).build((4,)), Costs(backward_input=[1.25, 0.5]))
+    halves = measured_costs(simulated).by_name(2)
+    assert (halves["backward_input"], halves["backward_weight"]) == ([1.25, 0.5], [0.75, 1.5])
+    only_w = measured_costs(Timeline.from_spans(
+        [each for each in simulated.spans if each.instruction.kind is not Kind.BACKWARD_INPUT],
+        rank_of_stage=simulated.rank_of_stage, batches=simulated.batches, name="W",
+    )).by_name(2)  # fmt: skip
+    assert (only_w["backward_input"], only_w["backward_weight"]) == ([0.0, 0.0], [0.75, 1.5])

@@ -116,6 +116,15 @@ def test_measured_times_of_a_run_are_costs(measured):
     assert known["seconds"] == pytest.approx(known["bound"]) and known["seconds"] == pytest.approx(1 + 8 * 6)
 
 
+def test_a_run_of_whole_backwards_has_no_times_of_halves(tmp_path):
+    """Its times are costs of a program of whole backwards: the slower rank waits for a forward and a backward."""
+    path = tmp_path / "measured.json"
+    simulate(Schedule.preset("flush", num_stages=2).build([4]), UNEVEN).save(path)
+    made, job = made_for(parsed(path))
+    assert not job.schedule.splits_backward
+    assert json.loads(made.certificate)["seconds"] == pytest.approx(1 + 8 * 6 + 2)
+
+
 def total(job: TrainConfig) -> float:
     """GiB of the fullest rank, as a dry run estimates them."""
     stages = job.schedule.num_stages
