@@ -34,7 +34,8 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {error.filename + ': ' if error.filename else ''}{error.strerror}", file=sys.stderr)
+        where = "" if error.filename in (None, "") else f"{error.filename}: "
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ended by SIGINT", file=sys.stderr)
