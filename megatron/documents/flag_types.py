@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 
 
@@ -35,7 +36,7 @@ def within(least: float, kind: type, most: float = math.inf) -> Callable[[str], 
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not (least <= value <= most and math.isfinite(value)):
+        if not least <= value <= min(most, sys.float_info.max):  # an integer may be larger
             limits = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
             raise argparse.ArgumentTypeError(f"{text} is no number {limits}")
         return value
