@@ -305,7 +305,7 @@ def require_hardware_queues(
 
 
 def _number(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= MOST:
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST:
         raise ValueError(f"{VARIABLE} is '{text}', not a whole number from 1 to {MOST}; export {MOST}")
     return int(text)
 

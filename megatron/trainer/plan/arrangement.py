@@ -390,7 +390,7 @@ def _judge_bandwidth(args: TrainConfig, mapping: Mapping, degrees: Degrees, topo
 def _advice_without_hosts(args: TrainConfig) -> list[str]:
     """Advice about pairs of ranks on different nodes, from the launcher's environment alone."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not evictors(args) or not local.isdigit() or int(local) >= args.world_size:
+    if not evictors(args) or not local.isdecimal() or int(local) >= args.world_size:
         return []
     if args.tensor_model_parallel_size >= int(local):
         return [

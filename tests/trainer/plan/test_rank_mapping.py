@@ -203,6 +203,9 @@ def test_advice_where_nothing_is_asked_for(monkeypatch, local, words):
     args = balanced("--tensor-model-parallel-size 2", world_size=8)
     (line,) = arrangement.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines
     assert line.startswith(words)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2²")  # no number that int() takes
+    assert arrangement.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines == ()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     args = arguments(f"{PIPELINE} --tensor-model-parallel-size 2", world_size=8)
     assert arrangement.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines == ()
 

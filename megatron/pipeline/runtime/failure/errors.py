@@ -71,7 +71,7 @@ def annotate(error: BaseException, instruction: Instruction, where: str) -> None
 def number_of(name: str, default: int) -> int:
     """Return the whole number in an environment variable, or `default` if it holds none."""
     text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default
+    return int(text) if text.isdecimal() else default
 
 
 def environment_ranks() -> tuple[int, int, int]:
@@ -82,7 +82,7 @@ def environment_ranks() -> tuple[int, int, int]:
     values = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         text = os.environ.get(name, default)
-        if not text.isdigit():
+        if not text.isdecimal():
             raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
         values.append(int(text))
     rank, world_size, local_rank = values
