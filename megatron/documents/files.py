@@ -40,7 +40,7 @@ def open_text(path: str | Path, *, newline: str | None = None) -> Iterator[TextI
     """Open the file's text, decompressed. `newline`: as in `open`.
 
     Raises ValueError, also while the block reads, if the file does not exist or cannot be read, is not UTF-8, or its
-    compressed data are damaged or truncated.
+    compressed data are damaged or truncated. What the block raises about another file is raised as it is.
     """
     opener = _OPENERS.get(Path(path).suffix.lower(), open)
     try:
@@ -51,11 +51,14 @@ def open_text(path: str | Path, *, newline: str | None = None) -> Iterator[TextI
             number = next((number for number, line in enumerate(lines, start=1) if not _is_utf8(line)), None)
         where = "" if number is None else f", line {number}"
         raise ValueError(f"{path}{where} is no UTF-8 text ({error.reason}); convert the file") from error
-    except FileNotFoundError as error:
-        raise ValueError(f"file {path} does not exist") from error
-    except (IsADirectoryError, PermissionError) as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); give a file that this user may read") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if getattr(error, "filename", None) not in (None, os.fspath(path)):
+            raise
+        if isinstance(error, FileNotFoundError):
+            raise ValueError(f"file {path} does not exist") from error
+        if isinstance(error, IsADirectoryError | PermissionError):
+            reason = f"{path} cannot be read ({error.strerror}); give a file that this user may read"
+            raise ValueError(reason) from error
         raise ValueError(f"{path} cannot be read ({error}); write it anew") from error
 
 

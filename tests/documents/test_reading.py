@@ -64,6 +64,17 @@ def test_a_file_that_is_missing():
         pass
 
 
+def test_errors_about_other_files_are_not_of_this_one(tmp_path):
+    """A block that reads a file may open others: what they lack is said of them."""
+    path, other = written(tmp_path, "a.txt", b"a"), tmp_path / "other.txt"
+    with pytest.raises(FileNotFoundError, match=r"other\.txt"), open_text(path):
+        other.read_text()
+    with pytest.raises(ValueError, match=r"^\S*/other\.txt, line 2 is no UTF-8"), open_text(path):
+        other.write_bytes(b"a\n\xff")
+        with open_text(other) as stream:
+            stream.read()
+
+
 def test_one_is_no_plural():
     """Nor is 0 one; a batch has batches."""
     assert [counted(number, "stage") for number in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
