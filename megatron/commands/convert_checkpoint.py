@@ -18,10 +18,10 @@ import fcntl
 import glob
 import json
 import os
+import secrets
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -329,7 +329,8 @@ def _whole(output: Path) -> Iterator[Path]:
             unlock_and_close(lock)
         else:
             os.close(lock)
-    partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=prefix))
+    partial = output.parent / f"{prefix}{secrets.token_hex(4)}"
+    partial.mkdir()
     lock = os.open(partial, os.O_RDONLY)
     try_lock(lock, fcntl.LOCK_EX)
     try:
@@ -347,9 +348,6 @@ def _publish(partial: Path, output: Path) -> None:
     for entry in partial.iterdir():
         with open(entry, "rb+") as stream:
             os.fsync(stream.fileno())
-    mask = os.umask(0)
-    os.umask(mask)
-    partial.chmod(0o777 & ~mask)
     os.rename(partial, output)  # onto an empty folder, or none
     descriptor = os.open(output.parent, os.O_RDONLY)
     try:

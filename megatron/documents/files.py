@@ -11,6 +11,7 @@ import gzip
 import json
 import lzma
 import os
+import secrets
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -175,17 +176,18 @@ def problem_with_directory(flag: str, path: str) -> str | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: write a temporary file in the same folder, then rename it."""
+    """Write a file atomically: write a temporary file in the same folder, then rename it.
+
+    Its permissions are those of any new file of this process.
+    """
     data = content.encode() if isinstance(content, str) else content
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, which mkstemp ignores
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

@@ -296,6 +296,7 @@ def test_an_export_that_was_killed_leaves_nothing_for_ever(tmp_path):
     convert(*argv)
     os.close(lock)
     assert [*tmp_path.glob(".new*.incomplete.*")] in ([other, running], [running, other]) and not left.exists()
+    assert (tmp_path / "new").stat().st_mode == other.stat().st_mode  # as of any folder that this process makes
     assert same_tensors(stored(tmp_path / "new"), stored(saved("llama")))
 
 
