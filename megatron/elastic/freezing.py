@@ -259,12 +259,13 @@ class ValidationWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, as plain numbers and texts."""
-        kept = {"before": self._before, "best": self._best, "last": self._last}
+        kept = {"before": self._before, "best": self._best, "last": self._last, "told": self._told}
         found = {name: None if each is None else dict(vars(each)) for name, each in kept.items()}
         return {**found, "has_frozen": self._has_frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._has_frozen = bool(state["has_frozen"])
-        self._before, self._best, self._last = (
-            None if state[name] is None else Validation(**state[name]) for name in ("before", "best", "last")
+        kept = (state["before"], state["best"], state["last"], state.get("told"))  # older checkpoints have no "told"
+        self._before, self._best, self._last, self._told = (
+            None if each is None else Validation(**each) for each in kept
         )

@@ -1,5 +1,6 @@
 """When evaluations end freezing, and what they say of its cost."""
 
+import json
 import math
 
 import pytest
@@ -71,3 +72,16 @@ def test_what_is_said_and_kept():
         "3 layers frozen; before layers froze 0.6000 at iteration 76 with no layer frozen"
     )
     assert ValidationWatch(None).summary() is None
+
+
+def test_a_watch_that_goes_on_does_not_repeat_itself():
+    """A fall that was told before the checkpoint is not told again, one from a better evaluation is. A checkpoint from
+    before this was kept is read, and tells it once more."""
+    watch, values = ValidationWatch(None), [(0.5, 0), (0.48, 3)]
+    assert seen(watch, values) == [NO, TOLD]
+    state = json.loads(json.dumps(watch.state_dict()))
+    again, older = ValidationWatch(None), ValidationWatch(None)
+    again.load_state_dict(state)
+    assert seen(again, [(0.47, 3), (0.55, 3), (0.5, 5)]) == [NO, NO, TOLD]
+    older.load_state_dict({name: each for name, each in state.items() if name != "told"})
+    assert seen(older, [(0.47, 3), (0.46, 3)]) == [TOLD, NO]
