@@ -77,7 +77,7 @@ class Question:
         self._planner = Planner(entry.model, entry.cluster, self._first_principles, entry.software)
         self._layers = self._planner.layers(entry.configuration)
         self._is_sharded = entry.configuration.sharding is not None
-        self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.tied_embeddings)
+        self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.shares_embedding)
         memory = self._planner.memory(entry.configuration, self._layers, proved=False)
         self._verdict = self._planner.judge(entry.configuration, memory)
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner.job.cluster import Cluster
+from megatron.planner.memory.architecture import FurtherLayers
 from megatron.planner.published.entries import Entry, read_entry
-from megatron.planner.published.prediction import Prediction, predict
+from megatron.planner.published.prediction import Prediction, Question, predict
 from megatron.planner.time.calibration import default_constants
 from tests.planner.published import measured
 
@@ -68,3 +69,13 @@ def test_simulation_agrees_with_the_closed_form():
         closed, simulated = (predict(asked, default_constants(), simulate=each).estimate for each in (False, True))
         assert closed.seconds == pytest.approx(simulated.seconds, rel=0.002)
         assert closed.bubble == pytest.approx(simulated.bubble, abs=0.005)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("further", [None, FurtherLayers(count=1)], ids=["plain", "further"])
+def test_a_fit_and_a_prediction_share_the_same_embeddings(tied, further):
+    """What a fit asks is what a prediction says, whatever makes two stages share an embedding."""
+    entry = read_entry(measured.KORTHIKANTI[2])
+    model = replace(entry.model, tied_embeddings=tied, further=further)
+    question, constants = Question(replace(entry, model=model)), default_constants()
+    assert question.time_errors(constants) == question.predict(constants).errors
