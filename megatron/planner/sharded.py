@@ -39,7 +39,7 @@ from typing import NamedTuple
 from megatron.planner.job.configuration import Configuration, Sharding
 from megatron.planner.job.software import ShardingRuntime, Software
 from megatron.planner.memory.activations import Activations
-from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.architecture import FP32, Architecture
 from megatron.planner.memory.memory import MemoryParts, RankMemory
 from megatron.planner.memory.parameters import (
     FP8_COPY_BYTES,
@@ -311,7 +311,6 @@ class _Network:
         return ring.seconds(num_bytes, collectives=matrices if self._runtime.by_matrix else 1)
 
 
-_FP32 = 4
 _MOMENTS = 2
 _MOST_LIVE = 1_000_000_000
 _REDUCED_TOGETHER = 500_000_000
@@ -328,10 +327,10 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     of_layer = layer_parameters(shape, tensor)
     root, own, ends = total - layers * of_layer, total / sharding.shards, {"is_first": True, "is_last": True}
     element, gradient = software.element_bytes, software.gradient_bytes
-    copies = _FP32 if gradient < _FP32 else 0  # of gradients: the optimizer steps with FP32 copies
+    copies = FP32 if gradient < FP32 else 0  # of gradients: the optimizer steps with FP32 copies
     matrices = matrix_parameters(shape, tensor, layers) if software.fp8 else 0
     state = software.training_state(configuration)
-    kept = state.gathered(total, matrices) / sharding.shards if runtime.keeps_shards and element < _FP32 else 0.0
+    kept = state.gathered(total, matrices) / sharding.shards if runtime.keeps_shards and element < FP32 else 0.0
     stays = sharding.stage == 2
     casts = state.fp8_copies(matrices) if stays else 0.0
     gathered = _gathered(shape, tensor, root, of_layer, runtime, stays=stays)
@@ -339,7 +338,7 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     parts = MemoryParts(
         weights=kept + element * gathered + casts,
         gradients=gradient * own + _unsharded(shape, tensor, root, of_layer, runtime, element, gradient),
-        optimizer=_FP32 * (1 + _MOMENTS) * own,
+        optimizer=FP32 * (1 + _MOMENTS) * own,
         step=copies * own,
         activations=saved,
         workspace=activations.workspace(layers, **ends),

@@ -50,7 +50,7 @@ gated MLPs only.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.planner.memory.architecture import Architecture, ExpertDegrees
+from megatron.planner.memory.architecture import FP32, Architecture, ExpertDegrees
 from megatron.planner.memory.recompute import (
     CORE_ATTENTION,
     EVERY_OTHER_PRODUCT,
@@ -96,9 +96,6 @@ def routed_gradients(shape: Architecture, degrees: ExpertDegrees, *, element_byt
 def exchanged_copies(shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int) -> float:
     """Bytes per token of the sent and the received copies, while copies move between ranks or are sorted by expert."""
     return shape.experts.copies * element_bytes * shape.hidden_size * (1 + degrees.tensor)
-
-
-_FP32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +266,7 @@ class Activations:
         h, e = self.shape.hidden_size, self.setting.element_bytes
         dense = 3 * e * h if self.shape.masked_head else 0  # BERT's dense layer, its GELU and norm
         width = (self.setting.residual_bytes * h + e * h + dense) / self._shared
-        return self.tokens * (width + _FP32 * self.shape.output_rows / self.setting.tensor)
+        return self.tokens * (width + FP32 * self.shape.output_rows / self.setting.tensor)
 
     @property
     def _heads(self) -> float:
@@ -298,8 +295,8 @@ class Activations:
         """
         e = self.setting.element_bytes
         if not self.setting.fuses_loss:
-            return self.tokens * 2 * _FP32 * self.shape.output_rows / self.setting.tensor
-        return self.tokens * e * self.shape.output_rows / self.setting.tensor if e < _FP32 else 0.0
+            return self.tokens * 2 * FP32 * self.shape.output_rows / self.setting.tensor
+        return self.tokens * e * self.shape.output_rows / self.setting.tensor if e < FP32 else 0.0
 
     @property
     def _embedding_mask(self) -> float:
@@ -467,8 +464,8 @@ class Activations:
     def _score_bytes(self) -> int:
         """Bytes that are saved for one attention score."""
         setting, e = self.setting, self.setting.element_bytes
-        is_wider = setting.softmax_in_fp32 and e < _FP32
-        softmax = _FP32 if is_wider else e
+        is_wider = setting.softmax_in_fp32 and e < FP32
+        softmax = FP32 if is_wider else e
         if self.shape.attention_dropout:
             return softmax + setting.mask_bytes + e
         return softmax + is_wider * e

@@ -11,6 +11,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import comb
 
+FP32 = 4
+"""Bytes of an element in FP32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertDegrees:

@@ -24,7 +24,7 @@ fullest replica has more than an even part (`owned.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.planner.memory.architecture import Architecture, ExpertDegrees
+from megatron.planner.memory.architecture import FP32, Architecture, ExpertDegrees
 from megatron.planner.memory.muon import MuonSetting
 
 FP8_COPY_BYTES = 2
@@ -227,7 +227,6 @@ def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees:
     return tuple(count * of_layer for count in _all_with_experts(shape, layers))
 
 
-_FP32 = 4
 LAST_UPDATE_BYTES = 6 * 4
 """Bytes that error feedback reads and writes for an FP32 master: to copy it before the step, and to compute 2 new - old
 from the copy."""
@@ -259,7 +258,7 @@ class TrainingState:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     num_moments: int = 2
-    moment_bytes: float = _FP32
+    moment_bytes: float = FP32
     distributed_optimizer: bool = False
     data: int = 1
     keeps_gradient_copies: bool = False
@@ -283,7 +282,7 @@ class TrainingState:
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
         """Bytes of all weight versions. `predicts`: the versions are predictions, beside the true weights."""
         copies = float(num_versions)
-        if predicts and self.weight_bytes == _FP32 and not self._shards:  # there are no masters
+        if predicts and self.weight_bytes == FP32 and not self._shards:  # there are no masters
             copies += self._part(num_parameters, 0)
         return num_parameters * self.weight_bytes * copies
 
@@ -320,12 +319,12 @@ class TrainingState:
             experts: number of the parameters that belong to experts; 0 if `stepped` is given.
             part: the fraction of the parameters that the rank steps; None: as the method `stepped` computes it.
         """
-        keeps_masters = self.weight_bytes < _FP32 or (self._shards and num_versions > 1)
+        keeps_masters = self.weight_bytes < FP32 or (self._shards and num_versions > 1)
         copied = num_parameters if stepped is None else stepped
         part = self._part(num_parameters, experts) if part is None else part
-        kept = num_parameters * (_FP32 * keeps_masters + self.moment_bytes * self.num_moments) * part
+        kept = num_parameters * (FP32 * keeps_masters + self.moment_bytes * self.num_moments) * part
         if self.muon is not None:
-            kept -= _FP32 * matrices * (self.num_moments - 1) * part
+            kept -= FP32 * matrices * (self.num_moments - 1) * part
         return kept + self._gradient_copies(copied, part)
 
     def copies_in_step(self, num_parameters: int, *, num_versions: int, experts: int = 0) -> float:
@@ -349,7 +348,7 @@ class TrainingState:
 
     def _gradient_copies(self, num_parameters: int, part: float) -> float:
         """Bytes of the FP32 copies of gradients for the given part of the parameters."""
-        return _FP32 * num_parameters * part if self.gradient_bytes < _FP32 or self.multiplies_elsewhere else 0.0
+        return FP32 * num_parameters * part if self.gradient_bytes < FP32 or self.multiplies_elsewhere else 0.0
 
     def _part(self, num_parameters: int, experts: int) -> float:
         """The fraction of its parameters that a rank steps."""
@@ -360,7 +359,7 @@ class TrainingState:
 
         `largest`: elements of the largest parameter. `experts`: number of the parameters that belong to experts.
         """
-        masters = min(_FP32 * self.stepped(num_parameters, experts), PREDICTION_CHUNK + _FP32 * largest)
+        masters = min(FP32 * self.stepped(num_parameters, experts), PREDICTION_CHUNK + FP32 * largest)
         return masters * (2 + self.num_moments)
 
     def last_update(self, num_parameters: int, *, experts: int = 0) -> float:
@@ -368,7 +367,7 @@ class TrainingState:
 
         Error feedback computes the last update from the copies.
         """
-        return _FP32 * self.stepped(num_parameters, experts)
+        return FP32 * self.stepped(num_parameters, experts)
 
     def stepped(self, num_parameters: int, experts: int = 0) -> float:
         """The number of parameters that a rank steps: all, or a part with the distributed optimizer.

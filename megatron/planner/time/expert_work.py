@@ -25,11 +25,10 @@ The backward moves as much and computes twice as much.
 """
 
 from megatron.planner.job.software import FLEX, Software
-from megatron.planner.memory.architecture import Architecture, ExpertDegrees
+from megatron.planner.memory.architecture import FP32, Architecture, ExpertDegrees
 from megatron.planner.time.work import LayerWork, Work
 
-_FP32 = 4
-_CHOICES = 6 * _FP32  # bytes moved for an expert's probability for a token: softmax, choice, scatter
+_CHOICES = 6 * FP32  # bytes moved for an expert's probability for a token: softmax, choice, scatter
 _KERNELS = 20  # number of kernels of megatron.core's router and dispatcher, in each direction
 
 

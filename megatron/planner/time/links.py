@@ -34,7 +34,7 @@ from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.program.lane_order import pair_of
 from megatron.planner.job.devices import Device
 from megatron.planner.job.software import Software
-from megatron.planner.memory.architecture import ExpertDegrees
+from megatron.planner.memory.architecture import FP32, ExpertDegrees
 from megatron.planner.time.calibration import Constants
 from megatron.planner.time.work import Work
 
@@ -218,7 +218,6 @@ class Ring:
         return _MICRO * (protocol.once + within * step + between * protocol.network)
 
 
-_FP32 = 4
 _WIDENING = 0.5
 """The fraction of the FP32 peak that products of 16-bit numbers reach without matrix units: each number is widened."""
 
@@ -242,7 +241,7 @@ class Rates:
         if work.fp8_operations:
             products += work.fp8_operations / (self.device.product_rate(1) * constants.product_efficiency)
         if work.unaligned:
-            products += work.unaligned / (self.device.peak(_FP32) * _WIDENING)
+            products += work.unaligned / (self.device.peak(FP32) * _WIDENING)
         hidden = work.overlapped / tensor
         seconds = max(products + constants.contention * hidden, hidden)
         seconds += work.traffic / self.memory + work.exchanged / tensor + self._grouped(work)

@@ -76,7 +76,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from megatron.planner.job.software import Software
-from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.architecture import FP32, Architecture
 from megatron.planner.memory.parameters import FP8_COPY_BYTES, normalized_widths
 from megatron.planner.memory.recompute import RecomputeScope
 
@@ -112,7 +112,6 @@ class Work:
 
 
 _values = attrgetter(*(field.name for field in fields(Work)))
-_FP32 = 4
 _ALIGNED = 16
 """Bytes. The GPU's matrix units load rows that begin at multiples of it."""
 
@@ -203,7 +202,7 @@ class LayerWork:
             operations=operations, traffic=passes, kernels=6, exchanged=self._all_reduce * exchanges,
             collectives=float(exchanges),
         )  # fmt: skip
-        return forward, Work(operations=operations, traffic=passes + self.tokens * h * _FP32, kernels=6)
+        return forward, Work(operations=operations, traffic=passes + self.tokens * h * FP32, kernels=6)
 
     @cached_property
     def head(self) -> tuple[Work, Work]:
@@ -215,11 +214,11 @@ class LayerWork:
         operations = 2.0 * self.tokens * (width + dense / self.shared)
         half = self._all_reduce / 2
         forward = Work(
-            operations=operations, calls=1, traffic=(e + 9 * _FP32) * logits + 2 * e * h * self.tokens / self.shared,
+            operations=operations, calls=1, traffic=(e + 9 * FP32) * logits + 2 * e * h * self.tokens / self.shared,
             kernels=14, exchanged=half * self.sequence_parallel, collectives=3.0 * (t > 1),
         )  # fmt: skip
         backward = Work(
-            operations=2 * operations, calls=2, traffic=(3 * _FP32 + 2 * e) * logits + self._accumulated(width + dense),
+            operations=2 * operations, calls=2, traffic=(3 * FP32 + 2 * e) * logits + self._accumulated(width + dense),
             kernels=8, overlapped=self._all_reduce, collectives=float(t > 1),
         )  # fmt: skip
         return forward, backward
@@ -315,11 +314,11 @@ class LayerWork:
         copied = 2 * e * self._joined if shape.latents else 0  # rotated parts are joined to the others
         if self.software.fuses_elementwise:
             return (5.0 if backward else 2.0) * e, plain, copied
-        norm = 7 * e + 15 * _FP32 if backward else 4 * e + 6 * _FP32
+        norm = 7 * e + 15 * FP32 if backward else 4 * e + 6 * FP32
         gated = (9.0 if backward else 5.0) * e * shape.ffn_hidden_size
-        turned = (2 * e + 4 * _FP32) * (shape.query_width + shape.key_width)
+        turned = (2 * e + 4 * FP32) * (shape.query_width + shape.key_width)
         if shape.latents:
-            turned = (2 * e + 4 * _FP32) * (shape.num_attention_heads + self.t) * shape.latents.rotated
+            turned = (2 * e + 4 * FP32) * (shape.num_attention_heads + self.t) * shape.latents.rotated
         repeats = shape.num_query_groups < shape.num_attention_heads and not shape.latents
         repeated = 2 * e * (shape.query_width + shape.key_width) * repeats
         return norm, gated if shape.gated else plain, turned + repeated + copied
@@ -383,12 +382,12 @@ class LayerWork:
     @property
     def softmax_is_fused(self) -> bool:
         heads = self.b * self.shape.num_attention_heads // self.t
-        return self.software.fuses_softmax and self.e < _FP32 and heads % 4 == 0
+        return self.software.fuses_softmax and self.e < FP32 and heads % 4 == 0
 
     @property
     def _widening(self) -> int:
         """Bytes moved to widen a score to FP32 and to narrow it again."""
-        return 2 * (self.e + _FP32) if self.e < _FP32 else 0
+        return 2 * (self.e + FP32) if self.e < FP32 else 0
 
     @property
     def _channels(self) -> tuple[float, float]:
@@ -415,7 +414,7 @@ class LayerWork:
         if self.software.flash_attention:
             return self._in_steps(self._flash(1) + Work(kernels=1), self.shape.result_width, passed=1)
         e = self.e
-        softmax = 2 * e if self.softmax_is_fused else 6 * _FP32 + 1 + self._widening
+        softmax = 2 * e if self.softmax_is_fused else 6 * FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
         return self._core_products(1) + Work(traffic=(2 * e + softmax + dropout) * self._scores, kernels=5)
 
@@ -423,7 +422,7 @@ class LayerWork:
         if self.software.flash_attention:
             return self._in_steps(self._flash(2.5) + Work(kernels=3), self._joined, passed=2)
         e = self.e
-        softmax = 3 * e if self.softmax_is_fused else 7 * _FP32 + 1 + self._widening
+        softmax = 3 * e if self.softmax_is_fused else 7 * FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
         return self._core_products(2) + Work(traffic=(5 * e + softmax + dropout) * self._scores, kernels=8)
 

@@ -25,7 +25,7 @@ from megatron.planner import (
 )
 from megatron.planner.job.refusals import GATHER, RING
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import ExpertDegrees
+from megatron.planner.memory.architecture import FP32, ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.planner.time.first_principles import FirstPrinciples
@@ -110,17 +110,17 @@ def read_priced(given: Arguments, flags: Sequence[Flag], *, has_experts: bool) -
 
 # --- the planner's records --------------------------------------------------------------------------------------------
 
-_FP32, _HALF = 4, 2
+_HALF = 2
 
 
 def activation_setting(args: TrainConfig) -> ActivationSetting:
     """The memory-relevant settings of the run's activations; `args.transformer_impl` must be resolved."""
-    element = _HALF if args.fp16 or args.bf16 else _FP32
+    element = _HALF if args.fp16 or args.bf16 else FP32
     return ActivationSetting(
         tensor=args.tensor_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         element_bytes=element,
-        residual_bytes=_FP32 if args.fp32_residual_connection else element,
+        residual_bytes=FP32 if args.fp32_residual_connection else element,
         sequence_parallel=args.sequence_parallel,
         saves_scores=not has_flash_attention(args.transformer_impl, args.attention_backend, element),
         softmax_in_fp32=args.attention_softmax_in_fp32,
@@ -150,15 +150,15 @@ def expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
     return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=expert_tensor_size(args))
 
 
-_BYTES = {"fp32": _FP32, "bf16": _HALF}
+_BYTES = {"fp32": FP32, "bf16": _HALF}
 
 
 def training_state(args: TrainConfig) -> TrainingState:
     """The bytes that the run keeps for each parameter."""
-    weight = _HALF if args.fp16 or args.bf16 else _FP32
+    weight = _HALF if args.fp16 or args.bf16 else FP32
     return TrainingState(
         weight_bytes=weight,
-        gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else weight,
+        gradient_bytes=FP32 if args.accumulate_allreduce_grads_in_fp32 else weight,
         num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
         moment_bytes=(_BYTES[args.exp_avg_dtype] + _BYTES[args.exp_avg_sq_dtype]) / 2,
         distributed_optimizer=args.use_distributed_optimizer,
@@ -175,7 +175,7 @@ def _muon(args: TrainConfig) -> MuonSetting:
         num_steps=args.muon_num_ns_steps,
         splits_qkv=args.muon_split_qkv,
         gathers=args.muon_tp_mode == "duplicated",
-        element_bytes=_HALF if args.muon_fp32_matmul_prec == "medium" else _FP32,
+        element_bytes=_HALF if args.muon_fp32_matmul_prec == "medium" else FP32,
     )
 
 
