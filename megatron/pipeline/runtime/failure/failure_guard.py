@@ -338,7 +338,7 @@ class Guard:
                 stream.flush()
         deadline = time.monotonic() + LINGER
         num_read = self._board.count("read", 1)
-        others_need_this_rank = self._hosts_store or story.startswith(self._name)
+        others_need_this_rank = self._hosts_store or story.startswith(f"rank {self.rank} ")
         while others_need_this_rank and num_read < self.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             num_read = self._board.count("read")

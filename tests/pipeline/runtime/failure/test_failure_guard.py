@@ -275,3 +275,28 @@ def test_a_signal_to_the_thread_that_ends_the_job_does_not_stop_it(monkeypatch):
     guard._hosts_store, guard._ending, guard._is_ending = True, threading.Lock(), False
     guard._end("rank 1 failed")
     assert exits == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "story", "lingers"),
+    [
+        ("rank 1 (stage 1)", "rank 1 (stage 3) failed in 3F5@1: RuntimeError: no", True),
+        ("rank 1 (stage 1)", "rank 0 (stage 0) failed in 0F5@1: RuntimeError: no", False),
+        ("rank 1", "rank 12 failed: RuntimeError: no", False),
+    ],
+)
+def test_the_rank_that_failed_stays_until_the_others_have_read_why(monkeypatch, name, story, lingers):
+    """A rank of several stages does so for each of them, and not for another rank whose number begins alike."""
+    exits, looks = [], []
+    monkeypatch.setattr(os, "_exit", exits.append)
+
+    class Board:
+        def count(self, name, amount=0):
+            looks.append(amount)
+            return len(looks)
+
+    guard = object.__new__(Guard)
+    guard.rank, guard._name, guard._board, guard._exit_code, guard.world_size = 1, name, Board(), 3, 16
+    guard._hosts_store, guard._ending = False, threading.Lock()
+    guard._end(story)
+    assert exits == [3] and len(looks) == (16 if lingers else 1)
