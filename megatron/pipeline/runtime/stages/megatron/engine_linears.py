@@ -80,6 +80,16 @@ class EngineLinears:
         self._waiting[batch] -= 1
         self._forget(but=max(self._casts))
 
+    def drop(self, batch: int) -> None:
+        """Drop the casts of a batch that begins again, with other weights."""
+        self._casts.pop(batch, None)
+        self._waiting.pop(batch, None)
+
+    def clear(self) -> None:
+        """Drop the casts of all batches, whose backwards will not come."""
+        self._casts.clear()
+        self._waiting.clear()
+
     def _forget(self, but: int) -> None:
         for batch in [each for each in self._casts if not self._waiting[each] and each != but]:
             del self._casts[batch], self._waiting[batch]

@@ -307,6 +307,7 @@ class MegatronStage(CapturingStage):
             del self.activations[microbatch.index]
             self._captured.drop(microbatch.index)
             self._losses.drop(microbatch.batch)
+            self._engine_linears.drop(microbatch.batch)
         self._drawn.give_again()
 
     def abandon(self) -> None:
@@ -315,6 +316,7 @@ class MegatronStage(CapturingStage):
             del self.activations[index]
             self._captured.drop(index)
         self._losses.clear()
+        self._engine_linears.clear()
         self._router_losses.take()
         self._products = DeferredProducts()
 

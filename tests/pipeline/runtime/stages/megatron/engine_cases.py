@@ -69,6 +69,32 @@ def evaluated(kept: bool, **options) -> float:
         return stage.take_losses(0)["lm loss"][0]
 
 
+def begun_again(kept: bool, abandons: bool, **options) -> tuple[float, int]:
+    """The loss of a microbatch whose first forward was dropped before the weights were halved; and of how many
+    microbatches the backward is still awaited. `kept`: as in `evaluated`.
+    """
+    case = cases.Case(batches=(2,), layers=2, engine=True, **options)
+    with cases.parallel(case):
+        (stage,), update = cases.build(case)
+        info = BatchInfo(0, 2, 2 * case.micro_batch_size)
+        stage.load_version(0)
+        update.begin_batch(info)
+        update.begin_backward(info)
+        stage.begin_trial()
+        for module in stage.model.modules():
+            module.disable_parameter_transpose_cache = not kept
+        stage.forward(TWO[0], None)
+        if abandons:
+            stage.abandon()
+        else:
+            stage.begin_again(TWO[:1])
+        for parameter in stage.model.parameters():
+            parameter.data.mul_(0.5)
+        stage.forward(TWO[0], None)
+        stage.backward(TWO[0], None)
+        return stage.take_losses(0)["lm loss"][0], sum(stage._engine_linears._waiting.values())
+
+
 def gradients(
     order: tuple[str, ...], release: str | None = None, frozen: tuple[str, ...] = (), **options
 ) -> tuple[dict[str, torch.Tensor], dict]:

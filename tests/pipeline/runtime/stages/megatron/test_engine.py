@@ -155,6 +155,14 @@ def test_evaluations_cast_the_newest_weights():
     assert kept == fresh
 
 
+@pytest.mark.parametrize("abandons", [False, True])
+def test_a_batch_that_begins_again_casts_its_new_weights(abandons):
+    """After a rollback and after a lost rank, the batch of the same number finds nothing of the weights of before."""
+    case, options = f"{engine_cases.__name__}:begun_again", {"abandons": abandons} | fp8("tensorwise")
+    [kept], [fresh] = (workers.run(1, case, device="engine", kept=kept, **options) for kept in (True, False))
+    assert kept == fresh and kept[1] == 0
+
+
 def test_replicas_have_the_same_scales():
     """Largest values are those of all replicas of a stage, while the chain reduces gradients beside; those of two
     stages differ.
