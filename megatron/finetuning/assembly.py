@@ -134,9 +134,6 @@ class FrozenRank(FrozenUpdate):
         if not report.skipped:
             self.scheduler.step()
 
-    def show_newest(self) -> None:
-        """Do nothing: the parameters always show the newest weights."""
-
 
 @dataclass
 class BuiltPipeline:

@@ -359,3 +359,6 @@ class FrozenUpdate:
 
     def begin_evaluation(self) -> None:
         """Do nothing: the parameters always show the newest weights."""
+
+    def show_newest(self) -> None:
+        """Do nothing: the parameters always show the newest weights."""

@@ -101,6 +101,7 @@ def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tupl
         reports += engine.run_batch(num_microbatches, num_microbatches * reference.MICROBATCH_SIZE)
         if batch in drains:
             reports += engine.drain()
+            update.show_newest()  # as a checkpoint does
             evaluations.append(engine.evaluate(3))
     reports += engine.drain()
     dist.barrier()
