@@ -63,7 +63,7 @@ class StoreThread(abc.ABC):
 
     @abc.abstractmethod
     def _tick(self) -> None:
-        """Look at the store. May raise OnThisRank, which ends the thread and all waits."""
+        """Look at the store. May raise any error, which ends the thread and all waits, as OnThisRank."""
 
     @abc.abstractmethod
     def _pause(self) -> float:
@@ -102,6 +102,10 @@ class StoreThread(abc.ABC):
         except RuntimeError:  # torch's, of whatever kind: the store cannot be reached
             if not self._is_leaving:
                 self._fail(OnThisRank(story_of_lost_store(self._store_host)))
+        except Exception as error:  # without this thread the others would take this process for lost
+            reason = f"{type(error).__name__}: {error}"
+            self._fail(OnThisRank(f"{self._name} cannot go on reading the job's store: {reason}"))
+            raise  # for the traceback
 
     def _fail(self, error: OnThisRank) -> None:
         with self._changed:

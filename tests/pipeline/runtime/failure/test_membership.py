@@ -2,12 +2,14 @@
 
 import json
 import signal
+import threading
 import time
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from megatron.pipeline.runtime.failure.epochs import decided, first_record
+from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.failure.heartbeats import LEFT, Member, Watch
 from megatron.pipeline.runtime.failure.membership import Membership, takes_in
 from tests.pipeline.runtime.failure.membership_cases import PATIENCE, Job, lose_at_random
@@ -326,3 +328,23 @@ def test_a_watcher_that_was_held_up_accuses_nobody(monkeypatch):
         watch.look({"a": "2", "b": "7", "c": LEFT})
     assert watch.silence("a") == 2.0 and watch.silence("b") == 0.5 and watch.silence("c") == 0.0
     assert watch.has_left("c") and not watch.is_heard("b")
+
+
+@pytest.mark.parametrize("where", ["look", "question"])
+def test_what_the_thread_cannot_read_fails_on_this_rank(monkeypatch, where):
+    """Its training thread hears of it at once and cannot wait any more: the others would declare it lost."""
+    printed, heard = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda told: printed.append(told.exc_type))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    membership = Membership(store, 0, 1, on_alarm=lambda sentence: heard.set())
+    membership.begin(PATIENCE)
+    if where == "look":
+        store.set("membership/joins", "no JSON")
+    else:
+        with pytest.raises(OnThisRank, match=r"^rank 0 cannot go on reading the job's store: KeyError: 'no such'$"):
+            membership.ask(lambda store: {}["no such"])
+    assert heard.wait(PATIENCE) and "rank 0 cannot go on reading the job's store" in membership.alarm
+    with pytest.raises(OnThisRank, match=r"rank 0 cannot go on reading the job's store: (JSONDecode|Key)Error"):
+        membership.agree()
+    membership.leave()
+    assert printed == [json.JSONDecodeError if where == "look" else KeyError]
