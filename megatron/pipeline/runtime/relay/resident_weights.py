@@ -295,7 +295,11 @@ class HostVersions:
 
     @torch.no_grad()
     def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Restore the only version of a checkpoint, in the form that `tensors` returns."""
+        """Restore the only version of a checkpoint, in the form that `tensors` returns.
+
+        Each of the replicas that share the store writes only its share of the weights that have masters. So all of
+        them have to return before any of them fetches a stage.
+        """
         [(version, tensors)] = mapping.items()
         for name, tensor in self.tensors(self.newest).items():
             tensor.copy_(tensors[name])
