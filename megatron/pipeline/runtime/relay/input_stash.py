@@ -87,7 +87,8 @@ class RelayLedger:
 
     def take_over(self, before: RelayLedger) -> None:
         """Take over the recent peak of the rank's earlier ledger, whose relay is closed."""
-        self._recent_peak = max(self._recent_peak, before._recent_peak)
+        with self._lock:
+            self._recent_peak = max(self._recent_peak, before._recent_peak)
 
     def note_on_device(self, tensor: Tensor | None) -> None:
         """Count the storage of a tensor on the device until the storage is freed. Each storage is counted once."""
