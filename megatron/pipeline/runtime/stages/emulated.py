@@ -189,12 +189,18 @@ class EmulatedStage(Stage, SplittingStage, RepeatingStage):
             self._memory.drop(self.index, microbatch.index)
         return self._input_grad
 
+    def _require_memory(self) -> None:
+        if self._memory is None:
+            raise RuntimeError(
+                f"stage {self.index} has no activation_memory, so nothing of it is counted, and nothing can move"
+            )
+
     def saved_bytes(self, microbatch: Microbatch) -> int:
+        self._require_memory()
         return self._activation_bytes if microbatch.index in self._saved else 0
 
     def evict(self, microbatch: Microbatch) -> Eviction:
-        if self._memory is None:
-            raise RuntimeError(f"stage {self.index} has no activation_memory, so nothing of it can move")
+        self._require_memory()
         index = microbatch.index
         del self._saved[index]
 
@@ -211,8 +217,9 @@ class EmulatedStage(Stage, SplittingStage, RepeatingStage):
         """Take back the activations of a microbatch.
 
         Raises:
-            RuntimeError: `buffer` has the activations of another microbatch.
+            RuntimeError: `buffer` has the activations of another microbatch, or the stage has no `activation_memory`.
         """
+        self._require_memory()
         assert microbatch.index not in self._saved, f"microbatch {microbatch.index} is here already"
         if (found := buffer[:8].view(torch.int64).item()) != microbatch.index:
             raise RuntimeError(f"stage {self.index} was given back microbatch {found} for {microbatch.index}")

@@ -1,6 +1,7 @@
 """Emulated stages: they take the time and move the bytes that they say, under the real runtime."""
 
 import pytest
+import torch
 
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
@@ -61,3 +62,13 @@ def test_an_emulated_stage_saves_and_moves_bytes_of_a_given_size():
         stage.backward(microbatch, None)
         assert memory.current_bytes == 0
     assert memory.peak_bytes == memory.pool.allocated_bytes == 1000
+
+
+def test_an_emulated_stage_without_an_activation_memory_counts_and_moves_nothing():
+    """It says so, as real stages do, in place of a size of 0."""
+    times, microbatch = EmulatedTimes(forward=0.0, backward=0.0), Microbatch(0, 0, 0, 1)
+    stage = EmulatedStage(index=0, num_stages=2, times=times, payload_bytes=64, activation_bytes=1000)
+    stage.forward(microbatch, None)
+    for ask in (stage.saved_bytes, stage.evict, lambda each: stage.load(each, torch.zeros(1000, dtype=torch.uint8))):
+        with pytest.raises(RuntimeError, match="stage 0 has no activation_memory"):
+            ask(microbatch)
