@@ -163,6 +163,15 @@ def sum_of_squares(norms: Sequence[Tensor], *, device: torch.device) -> Tensor:
     return torch.stack(list(norms)).double().square().sum()
 
 
+CLIP_EPSILON = 1e-6
+"""Added to a norm before a quotient by it, as in ``torch.nn.utils.clip_grad_norm_`` and in megatron.core."""
+
+
+def clip_factor(largest: float, norm: float) -> float:
+    """The factor, at most 1, that clips gradients of norm `norm` to the norm `largest`; 0: no clipping."""
+    return min(1.0, largest / (norm + CLIP_EPSILON)) if largest > 0.0 else 1.0
+
+
 NUM_STOP_BITS = 8
 
 

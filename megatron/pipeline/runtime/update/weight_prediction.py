@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from megatron.pipeline.runtime.contract.tensors import as_real
+from megatron.pipeline.runtime.update.gradients import CLIP_EPSILON
 from megatron.pipeline.runtime.update.optimizer_wrappers import settings_of
 from megatron.pipeline.runtime.update.versions import Slot, WeightVersions, overwriting
 
@@ -301,4 +302,4 @@ def prediction_factor(
     """
     part_of_batch = part / (1 + num_unread)
     norm = squares.sqrt() * (part_of_batch**0.5 / (part * loss_scale))
-    return norm.add_(1e-6).reciprocal_().mul_(largest).clamp_(max=last).div_(part * loss_scale).to(dtype)
+    return norm.add_(CLIP_EPSILON).reciprocal_().mul_(largest).clamp_(max=last).div_(part * loss_scale).to(dtype)

@@ -31,7 +31,7 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
     shares_out_experts,
 )
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_distributed, optimizers_of, owners, shared_scaler
-from megatron.pipeline.runtime.update.gradients import NormReduction, all_reduce_norm
+from megatron.pipeline.runtime.update.gradients import NormReduction, all_reduce_norm, clip_factor
 from megatron.pipeline.runtime.update.loss_scales import LossScales
 
 _KEPT_SUMS = 4
@@ -177,12 +177,7 @@ class CoreUpdate:
     def _factor(self, report: BatchReport, *, norm: float | None = None) -> float:
         """The factor that unscales, averages and clips a batch's gradients. `norm` replaces the norm in the report."""
         norm = report.grad_norm if norm is None else norm
-        coefficient = 1.0 / report.gradient_scale
-        if self._clip_grad > 0.0:
-            clip = self._clip_grad / (norm + 1.0e-6)
-            if clip < 1.0:
-                coefficient *= clip
-        return coefficient
+        return 1.0 / report.gradient_scale * clip_factor(self._clip_grad, norm)
 
     def _note(self, report: BatchReport) -> None:
         """Write into the report the learning rate, and whether the step is skipped because of an overflow."""

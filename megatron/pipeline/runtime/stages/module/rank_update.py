@@ -25,10 +25,10 @@ from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
 from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, show_as_grad
-from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, clip_factor
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
-from megatron.pipeline.runtime.update.gradients import norm_of
+from megatron.pipeline.runtime.update.gradients import clip_factor, norm_of
 from megatron.pipeline.runtime.update.optimizer_wrappers import note_step
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions

@@ -171,8 +171,3 @@ class ModuleReduction:
         report.losses = {name: total / count if count else math.nan for name, (total, count) in sums.losses.items()}
         report.nan = not all(math.isfinite(loss) for loss in report.losses.values())
         return sums.losses[self.loss_names[0]][1] / self.num_replicas
-
-
-def clip_factor(largest: float, norm: float) -> float:
-    """The factor, at most 1, that clips gradients of norm `norm` to the norm `largest`; 0: no clipping."""
-    return min(1.0, largest / (norm + 1e-6)) if largest else 1.0

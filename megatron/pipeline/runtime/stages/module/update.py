@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, clip_factor
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.update.gradients import (
     Batch,
@@ -33,6 +33,7 @@ from megatron.pipeline.runtime.update.gradients import (
     GradientBuffer,
     GradientBuffers,
     Partial,
+    clip_factor,
     norm_squared,
 )
 from megatron.pipeline.runtime.update.loss_scales import LossScales
