@@ -90,11 +90,6 @@ class BufferPool:
         return len(self._buffers)
 
     @property
-    def allocated_bytes(self) -> int:
-        """The bytes of all buffers, free ones included."""
-        return sum(len(buffer.memory) for buffer in self._buffers)
-
-    @property
     def used_bytes(self) -> int:
         """The bytes of the buffers in use."""
         with self._lock:

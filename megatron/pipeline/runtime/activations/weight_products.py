@@ -77,10 +77,6 @@ class WeightProducts:
         self._of.setdefault(parameter, []).append(_Factors(input.detach(), output_grad.detach(), product, held))
 
     @property
-    def num_products(self) -> int:
-        return sum(map(len, self._of.values()))
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the storages that the factors hold, each storage counted once."""
         storages = {

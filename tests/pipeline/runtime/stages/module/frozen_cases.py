@@ -26,7 +26,7 @@ from tests.pipeline.runtime.stages.module.reference import Training
 @dataclass
 class RankOutcome:
     """One rank's view of a run. `most_unread`: the most outputs that a frozen stage had unread at once. `moves`: those
-    that it carried out. `moved_bytes`: of the buffers for them.
+    that it carried out. `num_buffers`: of those for them.
     """
 
     reports: list[BatchReport]
@@ -36,7 +36,7 @@ class RankOutcome:
     most_unread: int
     peak_saved_on_rank: int
     moves: list[str]
-    moved_bytes: int
+    num_buffers: int
 
 
 def split(model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:
@@ -113,7 +113,7 @@ def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tupl
     groups.destroy()
     return RankOutcome(
         reports, final, evaluations, engine.saved.peaks, most_unread[0],
-        engine.saved.peak_on_rank, moves, memory.pool.allocated_bytes if memory else 0,
+        engine.saved.peak_on_rank, moves, memory.pool.num_buffers if memory else 0,
     )  # fmt: skip
 
 

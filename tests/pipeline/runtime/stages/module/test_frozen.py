@@ -103,7 +103,7 @@ def test_activations_move_behind_a_frozen_prefix(preset, rank_of_stage, num_froz
     for outcome, bound, due in zip(outcomes, bounds, moves, strict=True):
         assert outcome.moves == due
         assert outcome.peak_saved_on_rank <= bound
-        assert bool(outcome.moved_bytes) == bool(due)
+        assert bool(outcome.num_buffers) == bool(due)
     first = rank_of_stage[num_frozen]
     assert [rank for rank, due in enumerate(moves) if due] == [first, len(moves) - 1]
 
