@@ -123,7 +123,7 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _ArrivingActivations:
     """The arriving activations of a microbatch. The buffer is taken when the move begins."""
 
     buffer: Tensor | None = None
@@ -163,8 +163,8 @@ class ActivationTransfers:
         self._order = order
         self._sizes: dict[int, int] = {}  # own stage -> bytes of its buffers
         self._lent_sizes: dict[int, int] = {}  # the same for stages of the pair; used only on the move thread
-        self._lent: dict[_Key, _Arrival] = {}
-        self._loading: dict[_Key, _Arrival] = {}
+        self._lent: dict[_Key, _ArrivingActivations] = {}
+        self._loading: dict[_Key, _ArrivingActivations] = {}
         self._loaded: dict[_Key, Tensor] = {}  # buffers of microbatches whose backward has not ended
         self._num_loaded: Counter[int] = Counter()  # size -> requested loads whose backward has not ended
         self.waiting: tuple[Instruction, int] | None = None
@@ -200,7 +200,7 @@ class ActivationTransfers:
 
     def accept(self, instruction: Instruction) -> None:
         key, evictor = _key(instruction), self._pairs.of_stage(instruction.stage)
-        arrival = self._lent[key] = _Arrival()
+        arrival = self._lent[key] = _ArrivingActivations()
 
         def move() -> None:
             self._saved.add(instruction.stage)
@@ -229,7 +229,7 @@ class ActivationTransfers:
         size = self._sizes[instruction.stage]
         self._num_loaded[size] += 1
         self._memory.pool.reserve(self._num_loaded[size], size)
-        arrival = self._loading[_key(instruction)] = _Arrival()
+        arrival = self._loading[_key(instruction)] = _ArrivingActivations()
 
         def move() -> None:
             self._saved.add(instruction.stage)
