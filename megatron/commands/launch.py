@@ -34,7 +34,7 @@ from torch.distributed import TCPStore
 
 from megatron.documents import command_line
 from megatron.pipeline.runtime.failure.errors import KEEPS_SURVIVORS, read_error_file
-from megatron.pipeline.runtime.failure.failure_board import PATIENCE, FailureBoard
+from megatron.pipeline.runtime.failure.failure_board import ANSWER_PATIENCE, FailureBoard
 from megatron.pipeline.runtime.failure.heartbeats import Watch
 from megatron.pipeline.runtime.failure.membership import ACCEPTS_LOSSES, LAUNCHER, out_of
 from megatron.processes import MARK, end_marked, end_with_parent, mark_of
@@ -234,7 +234,7 @@ class _Node:
 
     def _part(self, num_nodes: int) -> None:
         """Leave the store, node 0 last."""
-        num_left, deadline = self.board.count("left", 1), time.monotonic() + PATIENCE
+        num_left, deadline = self.board.count("left", 1), time.monotonic() + ANSWER_PATIENCE
         while self.options.node_rank == 0 and num_left < num_nodes and time.monotonic() < deadline:
             time.sleep(_POLL)
             num_left = self.board.count("left")

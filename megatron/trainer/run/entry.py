@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.runtime.failure.errors import (
-    PATIENCE,
+    ERROR_PATIENCE,
     USER_ERROR,
     OnThisRank,
     SameEverywhere,
@@ -116,7 +116,7 @@ def _dry_run(args: argparse.Namespace, prog: str) -> int:
 def _end_alone(prog: str, error: Exception, stop: StopSignal) -> int:
     """Print the error on this rank, unless the launcher ends the job first because rank 0 has printed its own error."""
     rank = number_of("RANK", 0)
-    deadline = time.monotonic() + (PATIENCE if rank > 0 else 0.0)
+    deadline = time.monotonic() + (ERROR_PATIENCE if rank > 0 else 0.0)
     while time.monotonic() < deadline and not stop.received:
         time.sleep(0.05)
     if rank == 0 or not stop.received:

@@ -8,7 +8,7 @@ from megatron.pipeline.runtime.failure import errors
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(errors, "PATIENCE", 0.0)
+    monkeypatch.setattr(errors, "ERROR_PATIENCE", 0.0)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
 
 

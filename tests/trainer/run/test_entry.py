@@ -74,7 +74,7 @@ def test_missing_data_is_one_sentence(tmp_path):
 def test_error_of_a_rank_that_finds_no_others_is_told(capsys, monkeypatch):
     """Every such rank tells its own, unless the launcher has ended the job because rank 0 told it."""
     stop = StopSignal()
-    monkeypatch.setattr(entry, "PATIENCE", 0.1)
+    monkeypatch.setattr(entry, "ERROR_PATIENCE", 0.1)
     monkeypatch.setenv("RANK", "5")
     assert entry._end_alone("prog", OnThisRank("no job"), stop) == 2
     assert capsys.readouterr().err == "prog: error: rank 5: no job\n"

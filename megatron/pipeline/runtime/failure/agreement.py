@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.pipeline.runtime.contract.meetings import meets
-from megatron.pipeline.runtime.failure.errors import PATIENCE, AgreedError, OnThisRank, SameEverywhere
+from megatron.pipeline.runtime.failure.errors import ERROR_PATIENCE, AgreedError, OnThisRank, SameEverywhere
 
 # --- before the run: over the store -----------------------------------------------------------------------------------
 
@@ -57,9 +57,9 @@ def agree_to_start(store: dist.Store, *, rank: int, world_size: int, problem: st
 def wait_for_readers(store: dist.Store, rank: int, world_size: int) -> None:
     """Make rank 0, which may host the store, return last. Collective over `store`; only once per job.
 
-    Rank 0 waits at most `PATIENCE` seconds.
+    Rank 0 waits at most `ERROR_PATIENCE` seconds.
     """
-    meets(store, "start/read", world_size, PATIENCE if rank == 0 else 0.0)
+    meets(store, "start/read", world_size, ERROR_PATIENCE if rank == 0 else 0.0)
 
 
 # --- at fixed points: over groups of gloo -----------------------------------------------------------------------------
@@ -228,12 +228,13 @@ def guarded(guard: AbstractContextManager) -> Iterator[None]:
 def _raise_shared(error: ValueError) -> None:
     """Raise `SameEverywhere` if every rank of the job has arrived here with an error, else `error` itself.
 
-    Uses the process group's store and no collective, so a rank that hangs elsewhere costs only `PATIENCE` seconds.
+    Uses the process group's store and no collective, so a rank that hangs elsewhere costs only `ERROR_PATIENCE`
+    seconds.
     """
     if getattr(error, "pipeline_instruction", None) is not None:  # an error of one stage
         raise error
     if dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
-        if not meets(store, "user_errors", dist.get_world_size(), PATIENCE):
+        if not meets(store, "user_errors", dist.get_world_size(), ERROR_PATIENCE):
             raise error
     raise SameEverywhere(str(error)) from error

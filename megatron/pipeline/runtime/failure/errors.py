@@ -29,7 +29,7 @@ USER_ERROR = 2
 KEEPS_SURVIVORS = "MEGATRON_KEEPS_SURVIVORS"
 """The environment variable by which tools/launch.py says that it ends no process when another process is lost."""
 _RUN_ID = "TORCHELASTIC_RUN_ID"
-PATIENCE = 3.0
+ERROR_PATIENCE = 3.0
 """Seconds that a rank waits for the others to report the same error, and that the others wait for rank 0 to print."""
 
 
@@ -151,7 +151,7 @@ def end(prog: str, error: Exception) -> int:
         sys.stderr.write(f"{prog}: error: {error}\n")
         sys.stderr.flush()
     else:
-        time.sleep(PATIENCE)
+        time.sleep(ERROR_PATIENCE)
     return USER_ERROR
 
 

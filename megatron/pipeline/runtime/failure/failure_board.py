@@ -5,8 +5,8 @@ ranks have read the story or left. The board has its own connection to the store
 user of the store. A store that fails once has lost its process and stays lost: the board never asks it again.
 
 A store whose host is down or cut off from the network does not fail: its client waits forever for an answer. So a
-separate thread asks the store, and a caller waits at most `PATIENCE` seconds for the answer. While the store is silent,
-callers do not wait at all. If it answers again, they ask it as before.
+separate thread asks the store, and a caller waits at most `ANSWER_PATIENCE` seconds for the answer. While the store is
+silent, callers do not wait at all. If it answers again, they ask it as before.
 
 When the process that hosts the store is gone, c10d prints 20 lines of C++ frames on each rank that asks it, and its
 errors contain as many. These lines can come from any thread, so they may be the last lines on the screen. torch has one
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store
 
-PATIENCE = 5.0
+ANSWER_PATIENCE = 5.0
 """Seconds to wait for an answer of the store, which normally takes milliseconds."""
 
 
@@ -64,15 +64,15 @@ class FailureBoard:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds for which the store has not answered; 0 while they are below `PATIENCE`."""
+        """Seconds for which the store has not answered; 0 while they are below `ANSWER_PATIENCE`."""
         asked_at = self._asked_at
         waited = 0.0 if asked_at is None else time.monotonic() - asked_at
-        return waited if waited >= PATIENCE else 0.0
+        return waited if waited >= ANSWER_PATIENCE else 0.0
 
     def close(self) -> None:
         """Stop the thread, unless it waits for a silent store."""
         self._questions.put(None)
-        self._thread.join(PATIENCE)
+        self._thread.join(ANSWER_PATIENCE)
 
     def _answer(self) -> None:
         while (item := self._questions.get()) is not None:
@@ -92,7 +92,7 @@ class FailureBoard:
         answer: Future = Future()
         self._questions.put((question, answer, time.monotonic()))
         try:
-            found = answer.result(PATIENCE)
+            found = answer.result(ANSWER_PATIENCE)
         except NoAnswer:
             return default
         return default if self.is_lost else found

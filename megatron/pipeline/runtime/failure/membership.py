@@ -41,7 +41,7 @@ from torch.distributed import PrefixStore, Store
 
 from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record, lost_with, of_whole_groups
 from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, end_at_once
-from megatron.pipeline.runtime.failure.failure_board import PATIENCE
+from megatron.pipeline.runtime.failure.failure_board import ANSWER_PATIENCE
 from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member
 from megatron.pipeline.runtime.failure.store_thread import StoreThread
 
@@ -185,7 +185,7 @@ class Membership(StoreThread):
             self._raise_alarm(f"rank {self.rank} suspects {named}: {reason}")
 
         self._ask(tell)
-        self._wait(lambda: self.alarm is not None or self.epoch is not epoch, PATIENCE, "raise the alarm")
+        self._wait(lambda: self.alarm is not None or self.epoch is not epoch, ANSWER_PATIENCE, "raise the alarm")
 
     def agree(
         self, note: str = "", *, admits: bool = False, timeout: float = 600.0, patience: float = math.inf

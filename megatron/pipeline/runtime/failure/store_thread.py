@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store
 
 from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.failure.failure_board import (
-    PATIENCE,
+    ANSWER_PATIENCE,
     root_of,
     silenced,
     story_of_lost_store,
@@ -121,7 +121,7 @@ class StoreThread(abc.ABC):
         """End the thread, unless it waits for a silent store."""
         self._is_leaving = True
         self.wake()
-        self._thread.join(PATIENCE)
+        self._thread.join(ANSWER_PATIENCE)
 
     def wake(self) -> None:
         """Make the thread look at the store now."""
@@ -143,7 +143,7 @@ class StoreThread(abc.ABC):
         with self._changed:
             self._asks.append((question, answer))
         self.wake()
-        self._wait(answer.done, PATIENCE, "reach the job's store")
+        self._wait(answer.done, ANSWER_PATIENCE, "reach the job's store")
         return answer.result()
 
     def _wait(self, is_done: Callable[[], bool], timeout: float, doing: str) -> None:
@@ -157,6 +157,6 @@ class StoreThread(abc.ABC):
             raise self._error
         if not is_done():
             silent = time.monotonic() - self._answered_at
-            is_silent = silent >= PATIENCE - self._pause()
+            is_silent = silent >= ANSWER_PATIENCE - self._pause()
             why = f"; {story_of_silent_store(self._store_host, silent)}" if is_silent else self._why_not()
             raise OnThisRank(f"{self._name} waited {timeout:g} s to {doing}{why}")

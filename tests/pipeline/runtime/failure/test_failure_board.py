@@ -40,7 +40,7 @@ def store():
 
 @pytest.fixture
 def board(store, monkeypatch):
-    monkeypatch.setattr(failure_board, "PATIENCE", 0.2)
+    monkeypatch.setattr(failure_board, "ANSWER_PATIENCE", 0.2)
     board = FailureBoard(store, scope="test", host="here")
     yield board
     store.connected.set()
