@@ -40,7 +40,7 @@ class _SavedInputs:
 
 
 class GraphModuleStage(AnyModuleStage):
-    """Stage `index` of a graph, running `module`.
+    """Stage `index` of a graph, running `module`. A frozen stage computes as in training, with dropout.
 
     Args:
         module: called as `module(data, inputs)`, where `inputs` is stage -> tensors. Returns (stage -> tensors, loss).

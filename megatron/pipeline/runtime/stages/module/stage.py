@@ -130,7 +130,9 @@ class AnyModuleStage:
 
 
 class ModuleStage(CapturingStage, AnyModuleStage):
-    """Stage `index` of a chain of `num_stages`, running `module`. A frozen stage runs only `forward_only`.
+    """Stage `index` of a chain of `num_stages`, running `module`.
+
+    A frozen stage runs only `forward_only`, in evaluation mode.
 
     Args:
         source: microbatch -> input tensor; only on the first stage.
