@@ -19,14 +19,18 @@ from megatron.pipeline.runtime.update.kept_state import KeptState
 class MegatronOptimisticUpdate(MegatronWeightUpdate):
     """`OptimisticUpdate` of one rank, for weight policies that drain the pipeline after each batch.
 
-    It does not support per-token loss (the divisor comes with the norm), an optimizer that replicas share, or experts
-    (their routers count tokens). The arguments are those of `MegatronWeightUpdate`.
+    It does not support per-token loss (the divisor comes with the norm), an optimizer that replicas share, experts
+    (their routers count tokens), or delayed scaling in FP8 (forwards that begin again have moved the scales on). The
+    arguments are those of `MegatronWeightUpdate`.
     """
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         shares = self._owners is not None or is_distributed(self._inner)
-        assert self.weights.drains and not (self._per_token or shares or self.router_tokens), "refused at the start"
+        config = self.chunks[0].config
+        moves_scales = bool(config.fp8) and config.fp8_recipe == "delayed"
+        refused = self._per_token or shares or self.router_tokens or moves_scales
+        assert self.weights.drains and not refused, "refused at the start"
         optimizers = [each.optimizer for each in optimizers_of(self._inner) if not each.is_stub_optimizer]
         parameters = named_parameters(self.chunks).values()
         others = (self.scheduler, self.scales, self._scaler)

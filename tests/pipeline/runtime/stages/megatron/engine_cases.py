@@ -8,6 +8,7 @@ import torch
 
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
 from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
+from megatron.pipeline.runtime.stages.megatron.optimistic_update import MegatronOptimisticUpdate
 from tests.pipeline.runtime.stages.megatron import fused_accumulation
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
@@ -93,6 +94,17 @@ def begun_again(kept: bool, abandons: bool, **options) -> tuple[float, int]:
         stage.forward(TWO[0], None)
         stage.backward(TWO[0], None)
         return stage.take_losses(0)["lm loss"][0], sum(stage._engine_linears._waiting.values())
+
+
+def is_optimistic(**options) -> bool:
+    """Whether an update that steps before the norm can be made."""
+    case = cases.Case(batches=(2,), layers=1, engine=True, **options)
+    with cases.parallel(case), mock.patch.object(cases, "MegatronWeightUpdate", MegatronOptimisticUpdate):
+        try:
+            cases.build(case)
+        except AssertionError:
+            return False
+        return True
 
 
 def gradients(

@@ -163,6 +163,14 @@ def test_a_batch_that_begins_again_casts_its_new_weights(abandons):
     assert kept == fresh and kept[1] == 0
 
 
+def test_a_step_that_may_be_undone_has_no_histories_of_scales():
+    """They have moved on with the forwards of the batch that begins again."""
+    options = {"tensorwise": fp8("tensorwise"), "delayed": DELAYED}
+    case = f"{engine_cases.__name__}:is_optimistic"
+    found = {name: workers.run(1, case, device="engine", **each) for name, each in options.items()}
+    assert found == {"tensorwise": [True], "delayed": [False]}
+
+
 def test_replicas_have_the_same_scales():
     """Largest values are those of all replicas of a stage, while the chain reduces gradients beside; those of two
     stages differ.
