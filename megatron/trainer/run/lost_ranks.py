@@ -178,7 +178,7 @@ class LostRanks:
         self.epoch = self.membership.begin(_JOINING)
         start = time.monotonic()
         data = json.loads(next(iter(self.epoch.notes.values())))["data"]
-        if run.args.data_digest != data:
+        if run.args.data_digest not in (None, data):  # None: this rank reads no data
             raise OnThisRank("the data are not those with which the job began; give this host the same files")
         reports = self._give_up(run)
         try:
@@ -432,7 +432,7 @@ def _take_place(run: Run, note: Mapping) -> None:
     """Set a new process's run to the position of the others. `note`: of a rank that has state."""
     run.iteration, run.saved_iteration = note["iteration"], note["saved"]
     run.consumed_samples, run.consumed_valid_samples = note["consumed"], note["consumed_valid"]
-    run.flops, run.args = note["flops"], replace(run.args, train_iters=note["train_iters"])
+    run.flops, run.args = note["flops"], replace(run.args, train_iters=note["train_iters"], data_digest=note["data"])
 
 
 def _as_note(sums: NormReduction | None) -> dict | None:

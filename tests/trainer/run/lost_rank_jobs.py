@@ -31,7 +31,7 @@ MARGIN = 60.0
 COMPARED = (
     "lm_loss", "loss", "sop_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss",
     "validation_sop_loss", "validation_accuracy", "test_loss", "load_balancing_loss", "seq_load_balancing_loss",
-    "z_loss", "expert_load_imbalance",
+    "z_loss", "expert_load_imbalance", "mtp_1_loss", "mtp_2_loss",
 )  # fmt: skip
 """What records of a job say as those of one process do."""
 MODEL = f"{BASE} --untie-embeddings-and-output-weights"

@@ -79,6 +79,36 @@ def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_r
     assert num_ranks > 4 or "rank 1 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
 
 
+TENSOR = "--tensor-model-parallel-size 2"
+CONTEXT = "--context-parallel-size 2 --position-embedding-type rope"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("trained", "flags"),
+    [
+        (bert, f"{TENSOR} --sequence-parallel --clip-grad 1 --pipeline-schedule 2bw"),
+        (t5, f"{TENSOR} --pipeline-schedule zb-h1"),
+        (texts, f"{TENSOR} --pipeline-schedule 2bw"),
+        (images, f"{TENSOR} --use-distributed-optimizer --redundant-optimizer"),
+        (gpt, f"{CONTEXT} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --clip-grad 0"),
+        (gpt, f"{CONTEXT} --mtp-num-layers 1 --pipeline-schedule 2bw --calculate-per-token-loss"),
+    ],
+    ids=["bert", "t5", "texts", "images", "further tokens", "further tokens, 2bw"],
+)  # fmt: skip
+def test_what_is_trained_by_groups_goes_on(tmp_path, trained: Callable[[], Trained], flags: str):
+    """A rank is lost with its tensor or context parallel group, both come back, and a rank of the other group is lost
+    behind a step."""
+    trained = trained()
+    flags = f"--global-batch-size 8 --train-iters 11 --eval-interval 4 --lr 1e-3 {flags} {DECAY}"
+    losses = [[3, "forward", 3, "SIGKILL"], [4, "forward", 5, "newcomer"], [4, "stepped", 8, "SIGKILL"]]
+    job = run(tmp_path, 8, f"{flags} --pipeline-model-parallel-size 2", losses, max_restarts=1, trained=trained)
+    plain = flags.replace("zb-h1", "flush").replace("--use-distributed-optimizer --redundant-optimizer", "")
+    assert_nothing_lost(job, f"{plain} --pipeline-model-parallel-size 1", num_ranks=2, trained=trained)
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
 GROWING = "--global-batch-size 8 --rampup-batch-size 4 2 64 --train-iters 18"
 """4 samples a batch, 6 from the 9th on, and 8 from the 15th on."""
 STEPS = "--step-batch-size-schedule 0:4,256:8,512:6 --global-batch-size 6 --train-iters 12"
