@@ -16,7 +16,7 @@ def test_every_output_says_it(run, tmp_path):
     assert status == 0
     said = next(line for line in out.splitlines() if line.startswith("note: without a pipeline: "))
     text = said.removeprefix("note: ")
-    assert "this project does not" in text and "best.sh starts the best that it trains" in text
+    assert "this project cannot" in text and "best.sh starts the best that it can train" in text
     page = re.sub(r"<[^>]*>", "", unescape((tmp_path / "report.html").read_text()))
     assert text[1:] in page
     script = (tmp_path / "best.sh").read_text()

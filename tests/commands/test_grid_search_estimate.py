@@ -138,7 +138,9 @@ def test_estimate_says_what_it_took_and_what_it_left(run, tmp_path):
     assert "note: e1: measured.mfu is True, no number above 0, and left out" in err
     _, out, again = run("estimate", "--entries", path)
     rows = {
-        line.split()[0]: line for line in out[out.index("taken, where it does not say:") :].splitlines()[1:] if line
+        line.split()[0]: line
+        for line in out[out.index("assumed where the entry does not say:") :].splitlines()[1:]
+        if line
     }
     assert again == err and "158 TFLOP/s a GPU" in rows["e0"] and "as selene has" in rows["e2"]
 

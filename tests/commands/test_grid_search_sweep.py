@@ -44,8 +44,8 @@ def test_parts_of_nodes_have_parts_of_their_network(run):
     status, out, _ = run("sweep", *common, "--gpus", "2,8,16")
     found = json.loads(out)
     assert status == 0 and [note for note in found["notes"] if "--network" in note] == [
-        "2 of the 8 GPUs of a node are taken to have their part of its network, "
-        "0.7812 of 3.125 GB/s; --network says otherwise"
+        "2 of a node's 8 GPUs are assumed to have their share of its network, "
+        "0.7812 of 3.125 GB/s; --network changes that"
     ]
     for point in found["points"][1:]:
         argv = [*common, "--nodes", point["num_gpus"] // 2, "--network", 3.125 / 4]
@@ -141,7 +141,7 @@ def test_what_cannot_run_has_its_reason(run):
         (["--sequence-lengths", "2048", "--rampup-batch-size", "16", "16", "1000"], "--sequence-lengths 2048: "
          "--rampup-batch-size counts sequences, which have 1024 tokens in the model's flags; leave it out"),
         (["--gpus", "8", "--expert-parallel-sizes", "2,4"], "--expert-parallel-sizes 2,4 share experts, and the model "
-         "has none; give --num-experts, or leave it out"),
+         "has none; give --num-experts, or leave --expert-parallel-sizes out"),
         (["--gpus", "6", "--cluster", "GB200"], "--gpus 6 do not fill hosts of 4; give a multiple of that, or a part"),
     ],
 )  # fmt: skip

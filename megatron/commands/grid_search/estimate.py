@@ -101,15 +101,15 @@ def _length_alone(entry: object) -> Mapping | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ("--entries", str, "FILE", "configurations, as in docs/planner.md", {"required": True}))
-    model = parser.add_argument_group("model", "Of entries that have none; those that describe one keep it.")
+    model = parser.add_argument_group("model", "The model of entries that describe none.")
     add_configured_arguments(model)
-    add_flags(model, ("--seq-length", count, "N", "of entries without model.seq"))
+    add_flags(model, ("--seq-length", count, "N", "sequence length of entries without model.seq"))
     add_flags(
         parser,
         ("--calibrated-on", str, "NAME", "calibration, or its file (default: %(default)s)", {"default": DEFAULT_NAME}),
-        ("--residuals", str, "FILE", "of other constants: from validate --write-residuals"),
-        ("--simulate", None, None, "execute the very programs, also where there is a closed form"),
-        ("--json", None, None, "one JSON object a line"),
+        ("--residuals", str, "FILE", "residuals of other constants, written by validate --write-residuals"),
+        ("--simulate", None, None, "simulate the programs even where there is a closed form"),
+        ("--json", None, None, "print one JSON object per line"),
     )
 
 
@@ -133,7 +133,8 @@ def run(options: argparse.Namespace) -> int:
     assumed = [(each.entry.id, "; ".join(each.entry.assumed)) for each in predicted if each.entry.assumed]
     reasons = [(each.id, each.reason) for each in results if isinstance(each, Unpredictable)]
     for what, rows in (
-        ("not validated:", unknown), ("taken, where it does not say:", assumed), ("cannot be predicted, for", reasons),
+        ("not validated:", unknown), ("assumed where the entry does not say:", assumed),
+        ("cannot be predicted, because", reasons),
     ):  # fmt: skip
         if rows:
             print()

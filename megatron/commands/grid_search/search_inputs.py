@@ -59,8 +59,8 @@ def read_cluster(options: argparse.Namespace) -> ClusterInput:
     path = named if named.exists() else Path(options.cluster)
     if not options.cluster or not path.exists():
         raise ValueError(
-            f"--cluster {options.cluster or repr('')} is no file, and no cluster that comes along; give a file, or one "
-            f"of {', '.join(cluster_names())}"
+            f"--cluster {options.cluster or repr('')} is neither a file nor a known cluster; give a file, or one of "
+            f"{', '.join(cluster_names())}"
         )
     whole = cluster = load_cluster(path)
     changes: dict = {}
@@ -85,13 +85,13 @@ def read_cluster(options: argparse.Namespace) -> ClusterInput:
     counts = dict.fromkeys(node.gpus for node in cluster.topology.nodes)
     if len(counts) > 1:
         raise ValueError(
-            f"{path}: nodes have {' and '.join(map(str, counts))} GPUs; give nodes that have equally many, for which "
-            "times are modelled and launchers written"
+            f"{path}: nodes have {' and '.join(map(str, counts))} GPUs, and a search needs equally many on each; give "
+            "such nodes"
         )
     notes = [] if cluster.is_known else [
-        f"{cluster.gpu} is not known, so its times are not validated; taken is what the file says, that products reach "
-        "as much of its peak as A100's, and that it multiplies bfloat16 and runs Transformer Engine; --precision and "
-        "--transformer-impl say otherwise"
+        f"{cluster.gpu} is not known, so its times are not validated; the search takes its data from the file, and "
+        "assumes the efficiency of an A100, bfloat16 and Transformer Engine; --precision and --transformer-impl change "
+        "the last two"
     ]  # fmt: skip
     return ClusterInput(cluster, (*notes, *_network_notes(whole, cluster, options)))
 
@@ -102,8 +102,8 @@ def _network_notes(whole: Cluster, cluster: Cluster, options: argparse.Namespace
     if options.network is None and len(cluster.topology.nodes) > 1 and taken < all_of_it:
         of_node = max(node.gpus for node in whole.topology.nodes)
         yield (
-            f"{options.gpus_per_node} of the {of_node} GPUs of a node are taken to have their part of its network, "
-            f"{taken:.4g} of {all_of_it:g} GB/s; --network says otherwise"
+            f"{options.gpus_per_node} of a node's {of_node} GPUs are assumed to have their share of its network, "
+            f"{taken:.4g} of {all_of_it:g} GB/s; --network changes that"
         )
 
 
@@ -171,12 +171,12 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
     if sizes is not None and max(sizes) > 1 and not job.has_experts:
         raise ValueError(
             f"--expert-parallel-sizes {','.join(map(str, sizes))} share experts, and the model has none; give "
-            "--num-experts, or leave it out"
+            "--num-experts, or leave --expert-parallel-sizes out"
         )
     if job.dropped:
-        notes.append(f"the search chooses what these said: {', '.join(job.dropped)}")
+        notes.append(f"these flags are ignored, since the search chooses their values: {', '.join(job.dropped)}")
     if job.accepted:
-        notes.append(f"these change neither training nor prediction: {', '.join(job.accepted)}")
+        notes.append(f"these flags change neither training nor prediction: {', '.join(job.accepted)}")
     if job.vocab_size is None and options.predict_from is None:
         whose, size = job.usual_vocabulary
         notes.append(f"no --vocab-size was given; the embedding is taken to have {whose} {size} words")
@@ -199,11 +199,11 @@ def _for_processor(argv: list[str], options: argparse.Namespace, cluster: Cluste
     precision = options.precision
     if precision is None and not {"--fp16", "--bf16"} & set(argv):
         precision = _PRECISION.get(cluster.gpu, "bf16")
-        notes.append(f"no precision was given; taken is {precision}, as it suits {cluster.gpu}")
+        notes.append(f"no precision was given; {precision} is used, since it suits {cluster.gpu}")
     if precision is not None:
         others = [word for word in ("--fp16", "--bf16") if word in argv and word != f"--{precision}"]
         if others:
-            notes.append(f"--precision {precision} goes before {' and '.join(others)}")
+            notes.append(f"--precision {precision} overrides {' and '.join(others)}")
         argv = [word for word in argv if word not in ("--fp16", "--bf16")]
         argv += [f"--{precision}"] if precision != "fp32" else []
     if "--bf16" in argv and not cluster.device.has_bfloat16:
@@ -232,7 +232,7 @@ def _argv_of_yaml(path: str) -> tuple[list[str], str | None]:
     """The flags of a YAML file: by name, with - or _ between words, true for a switch; `architecture` is no flag."""
     document = read_document(path)
     if not isinstance(document, dict):
-        raise ValueError(f"{path} is no mapping; write flags as num_layers: 24")
+        raise ValueError(f"{path} is not a mapping of flags; write, for example, num_layers: 24")
     architecture = document.pop("architecture", None)
     if architecture not in (None, *SEARCHED):
         raise ValueError(f"{path}: architecture {architecture} is not known; write {' or '.join(SEARCHED)}")
@@ -246,7 +246,7 @@ def _argv_of_yaml(path: str) -> tuple[list[str], str | None]:
         elif isinstance(value, (str, int, float)) and value is not False:
             argv += [flag, str(value)]
         else:
-            raise ValueError(f"{path}: {name}: {value!r} is no value of a flag; leave out what is off")
+            raise ValueError(f"{path}: {name}: {value!r} is not a value of a flag; leave out switches that are off")
     return argv, architecture
 
 
@@ -270,25 +270,25 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("cluster"),
         ("--cluster", str, "NAME|FILE", f"{', '.join(cluster_names())}, or a YAML file as docs/grid_search.md shows",
          {"required": True}),
-        ("--nodes", count, "N", "in place of the file's"),
-        ("--gpus-per-node", count, "N", "likewise"),
-        ("--price-per-gpu-hour", positive, "PRICE", "likewise"),
+        ("--nodes", count, "N", "number of nodes, in place of the file's"),
+        ("--gpus-per-node", count, "N", "GPUs of a node, in place of the file's"),
+        ("--price-per-gpu-hour", positive, "PRICE", "price of a GPU hour, in place of the file's"),
         ("--calibrated-on", str, "NAME|FILE",
          f"constants of the time model: {', '.join(NAMES)}, or a file of `calibrate`", {"default": DEFAULT_NAME}),
-        ("--residuals", str, "FILE", "of `validate`, for the intervals of what other constants predict"),
-        ("--predict-from", str, "FILE", "a profile of tools/profile_model.py, in place of the time model"),
-        ("--network", positive, "GB/s", "of one node, in one direction; likewise"),
+        ("--residuals", str, "FILE", "residuals from `validate`, for intervals with constants of your own"),
+        ("--predict-from", str, "FILE", "a profile by tools/profile_model.py, in place of the time model"),
+        ("--network", positive, "GB/s", "network of a node in one direction, in place of the file's"),
     )  # fmt: skip
     scopes, schedules = tuple(scope.value for scope in SCOPES), tuple(offered())
-    divide, of_training = "default: all that divide", "default: what the flags of the training say, or 1"
+    divide, of_training = "default: all divisors", "default: the value among the flags of the training, or 1"
     add_flags(
-        parser.add_argument_group("space", "What is considered; lists are separated by commas."),
-        ("--objective", str, None, "what the best has least of (default: %(default)s)",
+        parser.add_argument_group("space", "What the search considers; lists are separated by commas."),
+        ("--objective", str, None, "what the search minimizes (default: %(default)s)",
          {"choices": OBJECTIVES, "default": "time"}),
-        ("--tokens", tokens, "N", "of the whole training, as 300B or 300e9: its days, and with a price its cost"),
-        ("--simulate", count, "K", "simulate the programs of the K best (default: 5, fewer of large ones)"),
-        ("--max-safe-batch", count, "N", "sequences: microbatches may be accumulated up to it (PipeDream-2BW, section "
-         "4.3); --global-batch-size is then the least"),
+        ("--tokens", tokens, "N", "of the whole training, such as 300B or 300e9, for its days and (with a price) cost"),
+        ("--simulate", count, "K", "simulate the K best configurations (default: 5, fewer for large programs)"),
+        ("--max-safe-batch", count, "N", "largest batch in sequences to which microbatches may be accumulated "
+         "(PipeDream-2BW, section 4.3); --global-batch-size is then the smallest"),
         ("--schedules", some_of(schedules), "LIST",
          f"default: {','.join(schedules_on_device())}, and l2l where the cluster says host_memory_gib"),
         ("--tensor", counts, "LIST", f"tensor parallel sizes; {divide}"),
@@ -302,9 +302,9 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
          {"choices": ("yes", "no", "both"), "default": "both"}),
         ("--rank-mappings", some_of(RANK_MAPPINGS), "LIST", f"default: {','.join(RANK_MAPPINGS)}",
          {"default": RANK_MAPPINGS}),
-        ("--no-early-stopping", None, None, "also configurations that recompute or balance more than they need"),
-        ("--require-fused-softmax", None, None, "leave out what cannot use Megatron's fused softmax"),
-        ("--avoid-pressure", None, None, "leave out what the allocator slows down for want of memory"),
+        ("--no-early-stopping", None, None, "consider also what recomputes or balances more than it needs"),
+        ("--require-fused-softmax", None, None, "leave out configurations that cannot use Megatron's fused softmax"),
+        ("--avoid-pressure", None, None, "leave out configurations that the allocator slows down for lack of memory"),
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def _usual_gpus_per_node(given: dict) -> int:
 def _code(currency: str) -> str:
     """Return the currency code. Raises ValueError unless it has three capital letters."""
     if not re.fullmatch("[A-Z]{3}", currency):
-        raise ValueError(f"currency {shown(currency)} is no code of three capital letters; write USD, EUR or the like")
+        raise ValueError(f"currency {shown(currency)} is not a code of three capital letters; write, for example, USD")
     return currency
 
 

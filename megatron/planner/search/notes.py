@@ -50,12 +50,13 @@ def delay_sentence(kept: Iterable[Kept]) -> str | None:
     if not delayed:
         return None
     cost = (
-        f"with {' and '.join(delayed)}, gradients are taken at weights from before the last update: at a learning rate "
-        "that flush bears, 2bw ended with 18% more validation loss (docs/convergence.md); lower it"
+        f"with {' and '.join(delayed)}, gradients are computed at weights from before the last update: at a learning "
+        "rate at which flush is stable, 2bw ended with an 18% higher validation loss (docs/convergence.md); lower the "
+        "learning rate"
     )
     if not any(offer(name).policy == TWO_BW for name in delayed):
         return cost
-    return f"{cost}, or add --2bw-provisional stage, which predicts them (docs/provisional.md)"
+    return f"{cost}, or add --2bw-provisional stage, which predicts the weights (docs/provisional.md)"
 
 
 def sentences_on_weights(kept: Iterable[Kept]) -> tuple[str, ...]:
@@ -65,8 +66,8 @@ def sentences_on_weights(kept: Iterable[Kept]) -> tuple[str, ...]:
     configurations = [each.estimate.configuration for each in kept]
     if any(each.predicts and each.provisional_microbatches != 0 for each in configurations):
         found.append(
-            "2bw with provisional weights computes a batch at a prediction from the part of the batch before that is "
-            "noted: the smaller, the noisier (docs/provisional.md)"
+            "2bw with provisional weights predicts the weights of a batch from a part of the batch before, which the "
+            "notes give; a smaller part gives noisier predictions (docs/provisional.md)"
         )
     return tuple(filter(None, found))
 
@@ -80,10 +81,10 @@ def beside_ranking(outcome: Outcome) -> str | None:
     if outcome.best is None:
         found = f"{names} would fit"
     else:
-        found = "against the best " + ", ".join(
+        found = "compared with the best, " + ", ".join(
             f"{each.choice.schedule} would be {_compared(gain)}" for each, gain in gains
         )
-    return f"beside the ranking stands what delays weights: {found}; --schedules {names} ranks them"
+    return f"schedules with delayed weights stand beside the ranking: {found}; --schedules {names} ranks them"
 
 
 def _compared(gain: float) -> str:
@@ -127,12 +128,12 @@ def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | No
         return None
     if found.is_slowed:
         return (
-            "without a pipeline nothing is left, weights split over replicas (FSDP) included: the allocator would slow "
-            "what fits, and --avoid-pressure leaves that out"
+            "--avoid-pressure leaves out every configuration without a pipeline, also with weights split over replicas "
+            "(FSDP): the allocator would slow each that fits"
         )
     if found.estimate is None:
         short = "" if found.missing_gib is None else f": the nearest misses {found.missing_gib:.1f} GiB"
-        return f"without a pipeline nothing fits, weights split over replicas (FSDP) included{short}"
+        return f"without a pipeline nothing fits, not even with weights split over replicas (FSDP){short}"
     estimate = found.estimate
     trained_by = TRAINED_BY[estimate.configuration.sharding.stage]
     text = (
@@ -140,12 +141,12 @@ def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | No
         f"{found.sequences_per_second:.3g} sequences/s and {estimate.memory_gib:.1f} GiB"
     )
     if estimate.under_pressure:
-        text += " (slowed for want of memory)"
+        text += " (slowed by a lack of memory)"
     if outcome.best is not None:
         text += f", {_compared_split(found, outcome)}"
     return (
-        f"{text}; {', '.join(trained_by[:-1])} and {trained_by[-1]} train so, this project does not"
-        + (", and best.sh starts the best that it trains" if outcome.best is not None and has_script else "")
+        f"{text}; {', '.join(trained_by[:-1])} and {trained_by[-1]} can train it, this project cannot"
+        + (", so best.sh starts the best that it can train" if outcome.best is not None and has_script else "")
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _compared_split(found: WithoutPipeline, outcome: Outcome) -> str:
     if found.software is not None and found.software.layers != best.layers:
         text += f" (with other layers: {found.software.layers}, not {best.layers})"
     if -MARGIN_OF_WHOLE <= ratio - 1 <= MARGIN_OF_SPLIT:
-        return f"{text}, which is less than such predictions may be off (docs/planner.md)"
+        return f"{text}, which is less than the error of such predictions (docs/planner.md)"
     if best.choice.pipeline == 1:
         return f"{text}, so {'split' if ratio > 1 else 'whole'} weights are the better answer"
     return f"{text}, so {'no' if ratio > 1 else 'a'} pipeline is the better answer"
@@ -208,8 +209,8 @@ def sentences_on_layers(kept: Iterable[Kept]) -> tuple[str, ...]:
         return ()
     parts = "; ".join(f"{what} of {', '.join(names)}" for what, names in schedules.items())
     return (
-        f"not all have the same layers and attention ({parts}), so their times compare these, too, and not schedules "
-        "alone; --transformer-impl local gives all of them the same",
+        f"configurations differ in their layers or attention ({parts}), so their times do not compare schedules alone; "
+        "--transformer-impl local gives all of them the same layers and attention",
     )
 
 

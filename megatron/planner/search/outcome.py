@@ -362,7 +362,7 @@ class Sweep:
         points, best = self.fronts[point.sequence_length], []
         if point not in points:
             other = next(each for each in points if each.time <= point.time and each.cost <= point.cost)
-            return (f"neither faster nor cheaper than {other.num_gpus} GPUs",)
+            return (f"not on the Pareto front: {other.num_gpus} GPUs are at least as fast and as cheap",)
         if point == points[0]:
             best.append("fastest")
         if point == self.knees.get(point.sequence_length):

@@ -121,7 +121,7 @@ def draw_sweep(sweep: Sweep, *, title: str = "") -> Figure:
     drawn = [each for points in sweep.curves.values() for each in points]
     axes.set_xlim(0, 1.12 * max((each.time for each in drawn), default=1.0))
     axes.set_ylim(0, 1.12 * max((each.cost for each in drawn), default=1.0))
-    axes.set_xlabel(f"{sweep.time_name}; numbers at points: GPUs; a ring: the knee; hollow: neither faster nor cheaper")
+    axes.set_xlabel(f"{sweep.time_name}; numbers at points: GPUs; a ring: the knee; hollow: not on the Pareto front")
     axes.set_ylabel(sweep.cost_name)
     _finish(figure, axes, entries, title, num_columns=4)
     return figure

@@ -198,7 +198,7 @@ def _problems(
 def sentence(made: Made | None, best: Kept) -> str:
     """The note on the made program, beside the fastest configuration with a named schedule."""
     if made is None:
-        return "no program is faster than the best named schedule, since its bound is not or it has no room"
+        return "no program was made: each would be as slow as the best named schedule, or would not fit in memory"
     choice, seconds = made.kept.choice, made.kept.estimate.seconds
     v = " in a V" * (choice.virtual == 2)
     degrees = f"t={choice.tensor}, p={choice.pipeline}, d={choice.data}, microbatches of {choice.micro_batch_size}"

@@ -75,10 +75,10 @@ def _bill(heading: str, cell: Callable[[Bill], str], hint: str) -> Column:
 COLUMNS = (
     Column("rank", lambda row: BESIDE if row.rank is None else str(row.rank)),
     Column("gain, %", lambda row: "" if row.gain is None else _percent(row.gain),
-           "over the best of the ranking, beside which it stands"),
+           "gain in speed over the best of the ranking, of a schedule that is not ranked"),
     Column("schedule", lambda row: _schedule(row.kept.choice), is_text=True),
     Column("layers", lambda row: row.kept.layers,
-           "whose they are, TE: Transformer Engine's, local: megatron.core's own; and which attention", is_text=True),
+           "implementation (TE: Transformer Engine, local: megatron.core), and the attention kernel", is_text=True),
     _size("tensor", "tensor parallel ranks"),
     _size("pipeline", "pipeline ranks"),
     _size("data", "replicas"),
@@ -93,7 +93,7 @@ COLUMNS = (
     Column("s/iteration", lambda row: "~"[row.kept.is_simulated :] + short_number(row.kept.estimate.seconds),
            "~: estimated; the others were simulated"),
     Column(INTERVAL, lambda row: _interval_text(row.kept),
-           "where so many of the published runs of its kind were; not validated: none was compared"),
+           f"range in which {LEVEL:.0%} of similar published runs lie; not validated: no similar run was compared"),
     Column("sequences/s", lambda row: short_number(row.kept.sequences_per_second)),
     _bill("days", lambda bill: "" if bill.days is None else short_number(bill.days), "for all tokens, without a pause"),
     _bill("cost", lambda bill: _money(bill.cost, bill), "for all tokens"),
@@ -338,8 +338,8 @@ def expectation(each: Kept) -> tuple[str, ...]:
     if isinstance(each.accuracy, Interval):
         low, high = each.accuracy.seconds(each.estimate.seconds)
         found.append(
-            f"with {LEVEL:.0%} it takes {low:.3g} to {high:.3g} s, as {each.accuracy.num_runs} published runs did "
-            f"({each.accuracy.group})"
+            f"with a probability of {LEVEL:.0%} it takes {low:.3g} to {high:.3g} s, judged by "
+            f"{each.accuracy.num_runs} published runs ({each.accuracy.group})"
         )
     if each.bill is not None:
         found += filter(None, (_training(each, each.bill), _million(each.bill)))
@@ -371,4 +371,4 @@ def unvalidated(kept: Sequence[Kept]) -> tuple[str, ...]:
     parts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(_MOST_REASONS))
     others = reasons.total() - sum(count for _, count in reasons.most_common(_MOST_REASONS))
     rest = f", and others ({others})" if others else ""
-    return (f"{reasons.total()} of {len(kept)} times are not validated: {parts}{rest}; docs/planner.md says what is",)
+    return (f"{reasons.total()} of {len(kept)} times are not validated: {parts}{rest}; docs/planner.md says which are",)

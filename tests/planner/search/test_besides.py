@@ -78,7 +78,7 @@ def test_what_stands_beside_says_what_it_would_gain(outcome, tmp_path):
     """In its sentence, in the table, on the page and in the records, where it has no rank."""
     gain = outcome.gain(outcome.beside[0])
     assert beside_ranking(outcome) == (
-        "beside the ranking stands what delays weights: against the best 2bw would be "
+        "schedules with delayed weights stand beside the ranking: compared with the best, 2bw would be "
         f"{100 * gain:.1f}% faster; --schedules 2bw ranks them"
     )
     assert beside_ranking(replace(outcome, unasked=frozenset())) is None

@@ -39,12 +39,12 @@ def test_it_names_who_trains_so(outcome):
     found = outcome.without_pipeline
     text = without_pipeline_sentence(outcome, has_script=True)
     assert text.startswith(f"without a pipeline: {described(found.estimate.configuration)} would take ~")
-    assert "and DeepSpeed train so, this project does not, and best.sh starts the best that it trains" in text
+    assert "and DeepSpeed can train it, this project cannot, so best.sh starts the best that it can train" in text
     for name in TRAINED_BY[found.estimate.configuration.sharding.stage]:
         assert name in text
     assert "best.sh" not in said(found)  # where nothing fits that this project trains
     untrained = without_pipeline_sentence(outcome, has_script=False)
-    assert text == f"{untrained}, and best.sh starts the best that it trains" and "than the best here" in untrained
+    assert text == f"{untrained}, so best.sh starts the best that it can train" and "than the best here" in untrained
 
 
 def test_a_difference_counts_beyond_the_error(outcome):
@@ -55,9 +55,9 @@ def test_a_difference_counts_beyond_the_error(outcome):
                     / outcome.best.sequences_per_second)  # fmt: skip
     near, far = (times(as_fast, 1 / (1 + MARGIN_OF_SPLIT + more)) for more in (-0.02, 0.02))
     behind, slow = (times(as_fast, 1 / (1 - MARGIN_OF_WHOLE - more)) for more in (-0.02, 0.02))
-    assert "35.0% faster than the best here, which is less than such predictions may be off" in said(near, best)
+    assert "35.0% faster than the best here, which is less than the error of such predictions" in said(near, best)
     assert "39.0% faster than the best here, so no pipeline is the better answer" in said(far, best)
-    assert "18.0% slower than the best here, which is less than such predictions may be off" in said(behind, best)
+    assert "18.0% slower than the best here, which is less than the error of such predictions" in said(behind, best)
     assert "22.0% slower than the best here, so a pipeline is the better answer" in said(slow, best)
     assert "so split weights are the better answer" in said(far, alone)
     assert "so whole weights are the better answer" in said(slow, alone)
@@ -86,7 +86,7 @@ def test_where_all_that_fits_is_slowed():
     """No memory is missed."""
     slowed = WithoutPipeline(is_slowed=True)
     text = said(slowed)
-    assert "the allocator would slow what fits, and --avoid-pressure leaves that out" in text and "GiB" not in text
+    assert "--avoid-pressure leaves out every configuration without a pipeline" in text and "GiB" not in text
     assert without_pipeline_record(slowed) == {"fits": False, "missing_gib": None, "verdict": "slowed"}
 
 

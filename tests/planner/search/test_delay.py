@@ -49,13 +49,13 @@ def test_sentences_are_of_what_was_kept():
     found = run(SMALL, MACHINES, schedules=("flush", "2bw"), **SPACE)
     (delayed,) = sentences_on_weights(found.kept)
     assert delayed == delay_sentence(found.kept) and delayed.startswith(
-        "with 2bw, gradients are taken at weights from before"
+        "with 2bw, gradients are computed at weights from before"
     )
-    assert "18% more validation loss (docs/convergence.md)" in delayed and "--2bw-provisional stage" in delayed
+    assert "18% higher validation loss (docs/convergence.md)" in delayed and "--2bw-provisional stage" in delayed
     assert delay_sentence([each for each in found.kept if each.choice.schedule == "flush"]) is None
     predicted = run(SMALL, MACHINES, schedules=("flush", "2bw"), predictions={"provisional": "stage"}, **SPACE)
     (noted,) = sentences_on_weights(predicted.kept)
-    assert "prediction from the part" in noted and delay_sentence(predicted.kept) is None
+    assert "from a part of the batch before" in noted and delay_sentence(predicted.kept) is None
     shares = {(each.choice.schedule, any("predicts from" in note for note in each.notes)) for each in predicted.kept}
     assert shares == {("flush", False), ("2bw", True)}
 
@@ -65,7 +65,7 @@ def test_any_schedule_with_delayed_weights_is_named():
     untied, training = replace(SMALL, tied_embeddings=False), Training(clips_gradients=False)
     space = SPACE | {"global_batch_size": 8, "training": training}
     (alone,) = sentences_on_weights(run(untied, MACHINES, schedules=("flush", "pipedream"), **space).kept)
-    assert alone.startswith("with pipedream, gradients are taken") and "docs/convergence.md" in alone
+    assert alone.startswith("with pipedream, gradients are computed") and "docs/convergence.md" in alone
     assert "2bw-provisional" not in alone
     with made_up.registered():
         found = run(SMALL, MACHINES, schedules=("flush", "2bw", "triple"), **SPACE).kept
@@ -78,6 +78,6 @@ def test_any_schedule_with_delayed_weights_is_named():
 def test_the_number_is_that_of_the_page():
     """docs/convergence.md has it, for a learning rate that flush bears."""
     found = run(SMALL, MACHINES, schedules=("2bw",), **SPACE)
-    (number,) = re.findall(r"\d+% more", delay_sentence(found.kept))
+    (number,) = re.findall(r"\d+% higher", delay_sentence(found.kept))
     page = (Path(__file__).parents[3] / "docs" / "convergence.md").read_text()
-    assert f"| +{number.removesuffix(' more')} |" in page
+    assert f"| +{number.removesuffix(' higher')} |" in page

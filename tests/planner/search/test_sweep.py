@@ -51,7 +51,7 @@ def test_what_another_beats_is_no_part_of_the_front():
     worse = point(256, 25.0)
     assert front([worse, large, small, slow]) == [large, slow, small]
     sweep = Sweep(points=(small, slow, large, worse), tokens=1e9, currency="USD")
-    assert sweep.remarks(worse) == ("neither faster nor cheaper than 128 GPUs",)
+    assert sweep.remarks(worse) == ("not on the Pareto front: 128 GPUs are at least as fast and as cheap",)
 
 
 def test_units():
