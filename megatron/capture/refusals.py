@@ -34,10 +34,10 @@ def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
         for target in written_by(node):
             _refuse_write(node, target)
         if getattr(node.target, "__name__", "") in _OF_VMAP:
-            _refuse(node, "uses torch.vmap, of which torch.export keeps no more than the shell", "leave it out")
+            _refuse(node, "uses torch.vmap, and torch.export does not record what runs inside it", "leave it out")
         if is_random(node):
-            what = f"draws random numbers ({node.target}), in an evaluation, too, as it was captured"
-            _refuse(node, what, f"only dropout can be seeded for each stage, so express it as that, {_OR_ANOTHER}")
+            what = f"draws random numbers ({node.target}), and a captured graph would draw them in evaluation, too"
+            _refuse(node, what, f"use dropout in its place, which alone can be seeded for each stage, {_OR_ANOTHER}")
         inner = [each for part in graph_modules_of(node) for each in part.graph.nodes if is_random(each)]
         if inner:
             where = "under torch.no_grad or torch.autocast, where they cannot be seeded for each stage"
@@ -61,14 +61,14 @@ def _refuse_write(node: fx.Node, target: fx.Node) -> None:
     for root in reached([target], aliased_by):
         if root.op == "get_attr":
             what = (
-                f"writes into {without_model(root.target)} in its forward ({node.target}), and stages run again, and "
-                "with other weights, so nothing may be kept in a forward"
+                f"writes into {without_model(root.target)} in its forward ({node.target}), and a stage's forward may "
+                "run several times and with other weights, so it must not change the module"
             )
-            remedy = f"call model.train() and eval() of that module, or use one without a state, {_OR_ANOTHER}"
+            remedy = f"call model.train() and then eval() of that module, or use a module without state, {_OR_ANOTHER}"
             _refuse(node, what, remedy)
         if root.op == "placeholder":
-            what = f"writes into {root.target}, which is data, and other stages may read it, too"
-            _refuse(node, what, "let it write into a clone")
+            what = f"writes into {root.target}, which is data that other stages may read"
+            _refuse(node, what, "write into a clone of it")
 
 
 def _refuse(node: fx.Node, what: str, otherwise: str) -> None:

@@ -257,8 +257,8 @@ def require_causal(model: torch.nn.Module, folder: str) -> None:
     kind = model.config.model_type
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(model.config, "is_decoder", False):
         raise ValueError(
-            f"{folder} is a {kind}, which reads to both sides and so sees what it is to predict; set is_decoder to "
-            "true in its config.json, or give a model of another kind"
+            f"{folder} is a {kind}, whose attention is not causal, so it sees the tokens that it should predict; set "
+            "is_decoder to true in its config.json, or give a model of another kind"
         )
 
 
@@ -267,7 +267,7 @@ def require_separation(model: torch.nn.Module, folder: str) -> None:
     kind of the model."""
     if (kind := model.config.model_type) not in SEPARATES:
         raise ValueError(
-            f"{folder} is a {kind}, and --packing is for models in which the samples of a row are known not to see "
+            f"{folder} is a {kind}, and --packing is only for models in which the samples of a row cannot see "
             f"each other ({', '.join(sorted(SEPARATES))}); leave out --packing"
         )
 
@@ -407,8 +407,8 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     takes, assumed = weight_bytes(args), plan.partition.weight_bytes_per_parameter
     if takes > assumed:
         lines.append(
-            f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition counted {assumed:g}; make "
-            "it again with this run's --optim, --bf16 and --fp16"
+            f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition assumed {assumed:g}; make "
+            "the partition again with this run's --optim, --bf16 and --fp16"
         )
     return lines
 
@@ -424,7 +424,7 @@ def shorter_lines(plan: RunPlan, args: argparse.Namespace, data: Data, seconds: 
     epoch = [indices for batch in islice(epochs.batches(), epochs.batches_per_epoch) for indices in batch]
     share = data.training.lengths.share(epoch)
     longest = " and ".join(map(str, plan.lengths.longest))
-    mean = "" if seconds is None else f", so about {1000 * share * seconds:.2f} ms a microbatch in the mean"
+    mean = "" if seconds is None else f", so about {1000 * share * seconds:.2f} ms per microbatch on average"
     return [f"memory and times are of microbatches of {longest} tokens; an epoch has {100 * share:.1f}% of these{mean}"]
 
 

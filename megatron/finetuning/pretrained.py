@@ -30,6 +30,8 @@ from megatron.finetuning.data.lengths import Lengths
 OPTIONAL = "pooler", "add_pooling_layer"
 """A module of the inner model that counts as part of the head, and the argument that leaves it out of the model."""
 
+_NEW = "missing, so they are initialized at random"
+
 
 def require_transformers():
     """Import and return the package transformers. Raises ValueError if it is not installed."""
@@ -191,15 +193,17 @@ class Pretrained:
         kept = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unused))
         model._adjust_missing_and_unexpected_keys(kept)  # removes the names that transformers' own lists excuse
         found = {
-            "tied, so one copy is read": {f"{name} to {other}" for name, other in tied.items()},
+            "tied, so only one copy is read": {f"{name} to {other}" for name, other in tied.items()},
             "not used, as transformers ignores them": unused - kept.unexpected_keys,
-            "not there, and begin as transformers makes them": missing - kept.missing_keys,
-            "of a head that the task does not have": {name for name in unused if self._is_other_head(name, names)},
-            "not there, and begin at random": {name for name in missing if self._is_new_head(name)} - resized,
-            "of another shape, and begin at random": resized,
+            "missing, so transformers initializes them": missing - kept.missing_keys,
+            "not used: the task does not have their head": {
+                name for name in unused if self._is_other_head(name, names)
+            },
+            _NEW: {name for name in missing if self._is_new_head(name)} - resized,
+            "of another shape, so they are initialized at random": resized,
         }
         spared = set().union(*found.values())
-        self.new_names = frozenset(found["not there, and begin at random"] | resized)
+        self.new_names = frozenset(found[_NEW] | resized)
         self._refuse(sorted(missing - spared), f"has no tensor for {{}} of {type(model).__name__}")
         self._refuse(sorted(unused - spared), f"has {{}}, of which {type(model).__name__} has no use")
         self.notes = [f"{folder}: {', '.join(sorted(names))}: {what}" for what, names in found.items() if names]
@@ -275,8 +279,8 @@ class Pretrained:
         if found and not allowed:
             first = min(found, key=_natural)
             raise ValueError(
-                f"{self.folder} has a head of other classes or numbers than the data ({first} has another shape); give "
-                "--ignore_mismatched_sizes to begin with a new one, or data of those that the model knows"
+                f"{self.folder} has a head for a different number of classes or outputs than the data ({first} has "
+                "another shape); give --ignore_mismatched_sizes to begin with a new head, or data that fits the head"
             )
         for name in found:
             del self._recipes[name]
@@ -317,8 +321,8 @@ class Pretrained:
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise ValueError(
-                f"{self.folder} {what.format(names[0] + more)}; give the folder of such a model, or save what "
-                "from_pretrained makes of it, if that is what you want"
+                f"{self.folder} {what.format(names[0] + more)}; give a folder of this model's weights, or load it "
+                "with from_pretrained and save it, if you want the weights that this makes"
             )
 
     def read(self, files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
@@ -342,7 +346,7 @@ class Pretrained:
                 elif not torch.equal(done[own], made[name]):
                     raise ValueError(
                         f"{files.folder} has other values for {name} than for {own}, and its config.json ties them; "
-                        "set tie_word_embeddings to false there"
+                        "set tie_word_embeddings to false in config.json"
                     )
 
     def _made(self, files: FolderTensors, recipe: _Recipe, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
@@ -356,7 +360,7 @@ class Pretrained:
             found = converter.convert(first, model=self._model, config=self._model.config)
             made = {name: each[0] if isinstance(each, list) else each for name, each in found.items()}
         except (RuntimeError, TypeError, IndexError) as error:
-            self._refuse([recipe.sources[0][0]], f"has tensors of which {first} cannot be made, such as {{}} ({error})")
+            self._refuse([recipe.sources[0][0]], f"has {{}}, from which {first} cannot be made ({error})")
         for name, each in wanted.items():
             if name not in made or made[name].shape != each.shape:
                 shape = tuple(made[name].shape) if name in made else None

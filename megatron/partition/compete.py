@@ -37,7 +37,7 @@ def _cut_with_metis(units: Units, seed: int = 0) -> tuple[list[int], list[int]]:
     devices."""
     _require_metis()
     if units.unequal:
-        raise ValueError("metis divides among equal devices only; leave it out, or make the devices alike")
+        raise ValueError("metis divides among equal devices only; leave metis out, or make the devices equal")
     import pymetis
 
     neighbours, weights, edges = adjacency(units)
@@ -169,10 +169,10 @@ def compete(
                 saved = max(0.0, least - graph.bound_ms) / 1000 * num_microbatches
                 purse = Budget(SHARE * saved / _seconds_of_a_price(graph))
             if least <= graph.bound_ms * alike:
-                failures[name] = f"not sought, as the best so far is within {alike - 1:.2%} of the bound"
+                failures[name] = f"not searched, since the best so far is within {alike - 1:.2%} of the bound"
             elif purse is not None and results and purse.spent:
-                spent = "--seconds are over" if seconds is not None else "it would take more than it can save"
-                failures[name] = f"not sought, as {spent}"
+                spent = "--seconds are over" if seconds is not None else "it would take longer than it can save"
+                failures[name] = f"not searched, since {spent}"
             else:
                 enter(name, _Mixed(stages, max_stages_per_device, seed, effort, purse, progress))
     if "metis" in methods:
@@ -182,7 +182,7 @@ def compete(
             best = choose(results)
             enter("milp", lambda units: _milp(units, best.partition, milp_seconds))
         else:
-            failures["milp"] = "no other method has a partition to start from"
+            failures["milp"] = "it starts from another method's partition, and there is none"
     if not results:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise ValueError(f"nothing fits: {_scarcity(graph)} ({reasons})")
@@ -198,9 +198,9 @@ def choose(results: Sequence[CompeteResult]) -> CompeteResult:
 def _check(methods: Sequence[str], max_stages_per_device: int, milp_seconds: float | None) -> None:
     for method in methods:
         if method not in METHODS:
-            raise ValueError(f"{method!r} is no method; choose of {', '.join(METHODS)}")
+            raise ValueError(f"{method!r} is no method; choose from {', '.join(METHODS)}")
     if not methods:
-        raise ValueError(f"no method is asked for; choose of {', '.join(METHODS)}")
+        raise ValueError(f"no method is given; choose from {', '.join(METHODS)}")
     if max_stages_per_device < 1:
         raise ValueError(f"{max_stages_per_device} stages per device are too few; give 1 or more")
     if "metis" in methods:
@@ -214,7 +214,7 @@ def _fixed_point(
 ) -> tuple[Partition, Valuation, str]:
     """The best partition of several rounds, each of which prices the nodes of the previous round's last stages without
     recompute."""
-    best, reason, plain, seen = None, "no partition that it tries fits", frozenset(), set()
+    best, reason, plain, seen = None, "no partition that it tried fits", frozenset(), set()
     two_profiles = any(node.has_plain for node in graph.nodes)
     while plain not in seen and len(seen) < MOST_ROUNDS:
         seen.add(plain)

@@ -218,7 +218,7 @@ def test_data_that_is_written_is_refused():
             x[:, 0].zero_()
             return (x * self.weight).sum()
 
-    with pytest.raises(ValueError, match=r"Writes writes into x, which is data.*let it write into a clone"):
+    with pytest.raises(ValueError, match=r"Writes writes into x, which is data.*write into a clone of it"):
         capture(Writes(), {"x": torch.randn(3, 4)})
 
 

@@ -104,4 +104,4 @@ def test_seconds_end_a_search(run, tmp_path):
     path.write_text(json.dumps(graphs.content([5, 3, 4, 1, 6, 2], [(i, i + 1) for i in range(5)], devices=3)))
     status, out, _ = run("--graph", path, "--seconds", 1e-9)
     assert status == 0 and "choice: sequential" in out
-    assert "mixed L=3: not sought, as --seconds are over" in out
+    assert "mixed L=3: not searched, since --seconds are over" in out

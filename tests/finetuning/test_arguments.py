@@ -60,10 +60,10 @@ def test_clipping_follows_the_schedule():
         ("--bf16 --weight_prediction", "with --bf16 that is of FP32 masters; leave one out"),
         ("--learning_rate -1", "-1 is no number from 0 on"),
         ("--pipeline_schedule l2l --partition P.json", "--partition P.json: under l2l the layers are the stages"),
-        ("--pipeline_schedule l2l --fp16", "--fp16 needs a loss scale, which l2l has not; give --bf16"),
+        ("--pipeline_schedule l2l --fp16", "--fp16 needs a loss scale, and l2l has none; give --bf16"),
         ("--pipeline_schedule l2l --no_recompute", "--no_recompute: l2l recomputes"),
-        ("--pipeline_schedule l2l --load_in_4bit", "--load_in_4bit packs frozen weights, and all are trained"),
-        ("--pipeline_schedule l2l --load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit are two forms"),
+        ("--pipeline_schedule l2l --load_in_4bit", "--load_in_4bit packs frozen weights, and here all weights"),
+        ("--pipeline_schedule l2l --load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit choose two"),
         (
             "--pipeline_schedule l2l --l2l_moments bfloat16 --optim sgd",
             "masters in FP32, not for --optim",
@@ -76,7 +76,7 @@ def test_clipping_follows_the_schedule():
         ("--pipeline_schedule l2l --l2l_update eager", "--max_grad_norm is 1; give --max_grad_norm 0, or leave"),
         (
             "--pipeline_schedule l2l --optim adafactor --data_parallel_size 2 --dry_run --devices 2",
-            "--optim adafactor does not step each element by itself",
+            "--optim adafactor cannot step a part of a layer alone",
         ),
         ("--num_train_epochs inf", "inf is no number from 0 on"),
         (f"--data_parallel_size {10**400}", "00 is no number from 1 on"),

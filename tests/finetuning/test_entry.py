@@ -60,7 +60,7 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0), "--bf16")
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
     output = " ".join(capsys.readouterr().out.split())
-    assert "note: a parameter takes 20 bytes with its optimizer, and the partition counted 16; make it again" in output
+    assert "note: a parameter takes 20 bytes with its optimizer, and the partition assumed 16; make" in output
     cut = cases.partition(tmp_path, CLASSES, (0, 1))
     argv = ["--dry_run", "--devices", 4, "--data_parallel_size", 2, "--partition", cut]
     run_dry(tiny.arguments(tmp_path, CLASSES, *argv))

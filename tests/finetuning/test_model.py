@@ -68,7 +68,7 @@ def test_a_model_that_sees_what_it_is_to_predict(tmp_path):
     words = ["--task", "causal-lm", "--model_name_or_path", folder, "--train_file", texts]
     args = tiny.arguments(tmp_path, CLASSES, *words)
     with pytest.raises(
-        ValueError, match=r"is a bert, which reads to both sides .*; set is_decoder to true in its conf"
+        ValueError, match=r"is a bert, whose attention is not causal.*; set is_decoder to true in its conf"
     ):
         captured_model(args, read_data(args))
     config = json.loads((folder / "config.json").read_text())

@@ -113,7 +113,7 @@ MORE = {"more": torch.zeros(24, 16)}
 @pytest.mark.parametrize(
     ("make", "without", "more", "sentence"),
     [
-        (llama, "model.norm.weight", {}, r"has no tensor for model.norm.weight of LlamaForCausalLM; give the folder"),
+        (llama, "model.norm.weight", {}, r"has no tensor for model.norm.weight of LlamaForCausalLM; give a folder"),
         (llama, "lm_head.weight", {}, r"has no tensor for lm_head.weight of LlamaForCausalLM"),
         (llama, "", MORE, r"has more, of which LlamaForCausalLM has no use"),
         (llama, "", {"model.layers.1.mlp.up_proj.weight": torch.zeros(24, 16)}, r"has model.layers.1.mlp.up_proj.wei"),
@@ -144,14 +144,16 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     ):
         list(pretrained.read(files, {name: Wanted((name,), torch.Size([4, 16, 24]), torch.float32)}))
     edited(folder, more={f"{MIXTRAL}.1.w2.weight": torch.zeros(16, 24)})
-    with FolderTensors(folder) as files, pytest.raises(ValueError, match=r"of which .*down_proj cannot be made"):
+    with FolderTensors(folder) as files, pytest.raises(ValueError, match=r"from which .*down_proj cannot be made"):
         list(pretrained.read(files, {name: Wanted((name,), torch.Size([4, 16, 24]), torch.float32)}))
 
 
 def test_tied_copies_with_other_values_are_refused(tmp_path):
     """from_pretrained would not tie them; the graph has one tensor for both."""
     folder, names = saved(qwen3_moe(), tmp_path), ("model.embed_tokens.weight", "lm_head.weight")
-    assert opened(folder).notes == [f"{folder}: lm_head.weight to model.embed_tokens.weight: tied, so one copy is read"]
+    assert opened(folder).notes == [
+        f"{folder}: lm_head.weight to model.embed_tokens.weight: tied, so only one copy is read"
+    ]
     table = load_file(folder / "model.safetensors")[names[0]]
     for copy, refused in ((table.clone(), False), (table + 1, True)):
         edited(folder, more={names[1]: copy})
@@ -173,11 +175,11 @@ CLASSES, ANSWERS = "AutoModelForSequenceClassification", "AutoModelForQuestionAn
     ("kind", "auto_model", "notes"),
     [
         ("BertForSequenceClassification", CLASSES, []),
-        ("BertModel", CLASSES, ["classifier.bias, classifier.weight: not there, and begin at random"]),
-        ("BertForMaskedLM", CLASSES, ["cls.* of a head that the task does not have", "bert.pooler.* begin at random"]),
-        ("BertForPreTraining", ANSWERS, ["bert.pooler.dense.bias, .*cls.seq_rel.* a head that", "qa_.* at random"]),
-        ("BertForSequenceClassification", ANSWERS, ["classifier.bias.* a head that", "qa_outputs.* begin at random"]),
-        ("BertForTokenClassification", CLASSES, ["bert.pooler.dense.bias, bert.pooler.dense.weight: not there"]),
+        ("BertModel", CLASSES, ["classifier.bias, classifier.weight: missing, so they are initialized at random"]),
+        ("BertForMaskedLM", CLASSES, ["cls.*: not used: the task does not", "bert.pooler.* initialized at random"]),
+        ("BertForPreTraining", ANSWERS, ["bert.pooler.dense.bias, .*cls.seq_rel.* their head", "qa_.* at random"]),
+        ("BertForSequenceClassification", ANSWERS, ["classifier.bias.*: not used: the task", "qa_outputs.* at random"]),
+        ("BertForTokenClassification", CLASSES, ["bert.pooler.dense.bias, bert.pooler.dense.weight: missing"]),
     ],
 )  # fmt: skip
 def test_a_head_that_the_task_replaces_is_noted(tmp_path, kind, auto_model, notes):
@@ -194,7 +196,9 @@ def test_a_head_of_other_classes(tmp_path):
         Pretrained(model, folder, new_head=True)
     found = Pretrained(model, folder, new_head=True, other_sizes=True)
     assert found.new_names == {"classifier.weight", "classifier.bias"}
-    assert found.notes == [f"{folder}: classifier.bias, classifier.weight: of another shape, and begin at random"]
+    assert found.notes == [
+        f"{folder}: classifier.bias, classifier.weight: of another shape, so they are initialized at random"
+    ]
 
 
 def test_half_a_head_is_none(tmp_path):

@@ -49,7 +49,7 @@ def test_no_search_where_nothing_can_be_won():
     assert all("within 0.01% of the bound" in reason for reason in found.failures.values())
     graph = graphs.random_dag(3)
     for limits, reason in (
-        ({"num_microbatches": 1}, "more than it can save"),
+        ({"num_microbatches": 1}, "longer than it can save"),
         ({"seconds": 1e-9}, "--seconds are over"),
     ):
         found = compete(graph, **limits)

@@ -114,5 +114,5 @@ def test_a_model_that_sees_neighbours_is_refused(kind):
     with torch.no_grad():
         one, other = (model(**each.batch(range(len(each)), len(each))).loss for each in (alone, packed))
     assert abs(one - other) > 1e-5
-    with pytest.raises(ValueError, match=r"F is a opt, and --packing is for models in which .* leave out --packing"):
+    with pytest.raises(ValueError, match=r"F is a opt, and --packing is only for models .* leave out --packing"):
         require_separation(model, "F")
