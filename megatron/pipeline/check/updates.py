@@ -227,7 +227,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
                 reason = stages[place // num_microbatches].refreshed(version, batch_of[place % num_microbatches])
             elif code < FIRST_TRANSFER:
                 if version != forward_version[place]:
-                    reason = f"its forward ran with version {forward_version[place]}, so it has to use that one too"
+                    reason = f"it has to use the version of its forward, {forward_version[place]}"
                 elif code in (B, W):
                     stages[place // num_microbatches].release(version)
             elif code == maker:

@@ -99,7 +99,7 @@ class _Drawing:
         self.left_out: list[str] = []
         self.every = math.ceil(timeline.num_ranks / MOST_ROWS)
         if self.every > 1:
-            self.left_out.append(f"all but every {self.every}. row")
+            self.left_out.append(f"{self.every - 1} of every {self.every} rows")
         self.shown = range(0, timeline.num_ranks, self.every)
         self.pitch = 20 if len(self.shown) <= 16 else 14 if len(self.shown) <= 32 else 10
         self.height = self.pitch * len(self.shown)

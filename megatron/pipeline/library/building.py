@@ -217,8 +217,8 @@ def _of_preset(name: str, choices: _Choices) -> Schedule:
     most, num_ranks = max(choices.modules_of_rank), len(choices.modules_of_rank)
     if min(choices.modules_of_rank) != most:
         raise ValueError(
-            f"the ranks bring {list(choices.modules_of_rank)} modules, and {name} deals out as many to each; give as "
-            "many everywhere, or a Schedule with rank_of_stage"
+            f"the ranks give {list(choices.modules_of_rank)} modules, and {name} needs the same number on each rank; "
+            "give equally many, or a Schedule with rank_of_stage"
         )
     placed = {}
     if most > 1 and PRESETS[name].order in MERGED:
@@ -282,7 +282,7 @@ def _validate(schedule: Any, choices: _Choices) -> None:
         )
     if schedule.residency is not None:
         raise ValueError(
-            "the schedule keeps weights on the host, which Pipeline does not; use another, or the engine with a "
+            "the schedule keeps weights on the host, which Pipeline cannot; use another, or the engine with a "
             "ModuleRelayUpdate"
         )
     if schedule.num_frozen:

@@ -88,8 +88,8 @@ def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
     if group is not None:
         if replicas > 1:
             raise ValueError(
-                f"group says which ranks are one pipeline, and replicas={replicas} how often there is one among all "
-                "ranks; give data_parallel_group in its place"
+                f"group names the ranks of one pipeline, and replicas={replicas} splits all ranks into {replicas} "
+                "pipelines; give data_parallel_group in place of replicas"
             )
         return Ranks((tuple(dist.get_process_group_ranks(group)),), own)
     world = dist.get_world_size()

@@ -267,8 +267,8 @@ class Residency:
         match = re.fullmatch(r"([0-9]+) +([a-z]+)(?: +([a-z]+))?", text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no number of resident stages with {EAGER} or {DEFERRED}, and {HOST} where that has the "
-                f"stash, such as 2 {EAGER} or 2 {EAGER} {HOST}"
+                f"{text!r} is not a residency; write the number of resident stages, {EAGER} or {DEFERRED}, and {HOST} "
+                f"if inputs wait on the host, such as 2 {EAGER} or 2 {EAGER} {HOST}"
             )
         return cls(int(match[1]), match[2], match[3] or DEVICE)
 

@@ -89,7 +89,7 @@ class WeightPolicy:
             )
         if self.predicts and self.delay != 1:
             raise ValueError(
-                f"weights {self.name} predict the step to come, which is one where the delay is 1, not {self.delay}"
+                f"weights {self.name} predict one step, so their delay has to be 1, not {self.delay}; give 1"
             )
 
         if self.refreshes and self.delay is not None:
@@ -99,8 +99,8 @@ class WeightPolicy:
             )
         if self.ahead is not None and not self.refreshes:
             raise ValueError(
-                f"weights {self.name} look ahead to those of the backward, which are the forward's own; have them "
-                "refresh"
+                f"weights {self.name} set `ahead`, and without `refreshes` a backward uses the weights of its forward; "
+                "set `refreshes`, or leave `ahead` out"
             )
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ _STAGES_ON_A_RANK: tuple[tuple[Condition, str], ...] = (
      "{s.order} takes a whole batch as one group; drop microbatch_group_size"),
     (lambda s, o: s.microbatch_group_size is not None and s.microbatch_group_size < s.num_ranks,
      "microbatch groups of {s.microbatch_group_size} are smaller than the {s.num_ranks} ranks, so a rank would wait "
-     "for what it has not yet sent; make microbatch_group_size {s.num_ranks} or more"),
+     "for a tensor that depends on one it has not sent yet; make microbatch_group_size {s.num_ranks} or more"),
 )  # fmt: skip
 
 _WEIGHTS: tuple[tuple[Condition, str], ...] = (
@@ -136,49 +136,51 @@ _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
 
 _OPTIMISTIC: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: not s.weights.drains, "{s.name_of_weights}", "takes its steps beside later batches already"),
-    (lambda s, o: s.residency is not None, "weights on the host", "are stepped where no copy of them is kept"),
+    (lambda s, o: s.residency is not None, "weights on the host", "are stepped without a copy to go back to"),
     (lambda s, o: s.balance, "balance",
-     "moves activations, which a step that is undone would have to meet on their way"),
+     "moves activations, which may be under way when a step is undone"),
     (lambda s, o: s.swaps, "a bound on activations on the device",
-     "has copies under way, which a step that is undone would meet"),
-    (lambda s, o: s.num_frozen, "a frozen prefix", "has ranks that run ahead of the steps of the others"),
+     "copies activations, which may be under way when a step is undone"),
+    (lambda s, o: s.num_frozen, "a frozen prefix", "lets ranks run ahead of the steps of other ranks"),
     (lambda s, o: not o.graph.is_chain, "a graph of stages", "keeps shared values over the border of two batches"),
 )  # fmt: skip
 
 _HALVES: tuple[tuple[Condition, str, str], ...] = (
-    (lambda s, o: s.balance, "balance", "moves what a whole backward needs, of which an I leaves another part"),
-    (lambda s, o: s.swaps, "a bound on activations on the device", "counts on backwards that free them whole"),
+    (lambda s, o: s.balance, "balance", "moves activations whole, and an I keeps a part of them for its W"),
+    (lambda s, o: s.swaps, "a bound on activations on the device",
+     "needs backwards that free all of their activations"),
     (lambda s, o: s.weights.updates_alone, "{s.name_of_weights}",
-     "steps at each stage right behind a microbatch's backward"),
+     "steps each stage right after a microbatch's backward"),
     (lambda s, o: s.weights.predicts, "{s.name_of_weights}",
-     "reads gradients before a W that is late has added to them"),
+     "reads gradients to which a later W still adds"),
     (lambda s, o: s.residency is not None, "weights on the host",
-     "leave with their gradients, before a W that is late"),
-    (lambda s, o: s.num_frozen, "a frozen prefix", "is for backwards that are computed whole"),
+     "leave the device with their gradients, to which a later W still adds"),
+    (lambda s, o: s.num_frozen, "a frozen prefix", "needs backwards that are not split"),
 )  # fmt: skip
 
 _FROZEN: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: o.interleaves and not o.relays, "{s.order}", "has several trained stages on each rank"),
     (lambda s, o: s.weights.updates_alone, "{s.name_of_weights}",
-     "keeps versions for stages of which each steps by itself"),
-    (lambda s, o: s.weights.predicts, "weights {s.weights.name}", "predict for stages that are trained"),
+     "is for trained stages, each of which steps by itself"),
+    (lambda s, o: s.weights.predicts, "weights {s.weights.name}", "predict only for trained stages"),
     (lambda s, o: s.microbatch_group_size is not None, "microbatch_group_size",
      "is for several trained stages on a rank"),
     (lambda s, o: s.residency is not None and not o.relays, "weights on the host",
-     "come and go for updates that a frozen stage has not, except in a relay"),
+     "come and go with updates, which a frozen stage has only in a relay"),
     (lambda s, o: s.swaps, "a bound on activations on the device", "is for ranks whose stages are all trained"),
     (lambda s, o: s.tied_embeddings, "tied embeddings", "would freeze the head with the input"),
-    (lambda s, o: s.edges and not _is_frozen_chain(s), "a graph of stages", "says itself which of them get gradients"),
+    (lambda s, o: s.edges and not _is_frozen_chain(s), "a graph of stages",
+     "states for each edge whether gradients travel over it"),
 )  # fmt: skip
 
 _EDGES: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: not o.follows_edges, "{s.order}", "passes each stage's output to the next one"),
     (lambda s, o: not s.weights.drains and not s.weights.refreshes, "{s.name_of_weights}",
-     "counts how far ahead a stage of a chain is"),
+     "depends on how far ahead each stage of a chain is"),
     (lambda s, o: s.balance, "balance", "pairs the stages of a chain"),
     (lambda s, o: s.swaps, "a bound on activations on the device", "is for the stages of a chain"),
-    (lambda s, o: s.residency is not None, "weights on the host", "come and go by the order of a chain"),
-    (lambda s, o: s.tied_embeddings, "tied embeddings", "are the first and the last stage's of a chain"),
+    (lambda s, o: s.residency is not None, "weights on the host", "come and go in the order of a chain"),
+    (lambda s, o: s.tied_embeddings, "tied embeddings", "are shared by the first and the last stage of a chain"),
 )  # fmt: skip
 
 
@@ -206,8 +208,8 @@ def validate_choices(schedule: PipelineSchedule, order: Order) -> None:
     without = next(filter(order.graph.is_forward_only, range(schedule.num_stages)), None)
     if without is not None and not schedule.num_frozen:
         raise ValueError(
-            f"stage {without} hands on tensors and gets no gradient, so it has no backward; compute it where it is "
-            "needed"
+            f"stage {without} hands on tensors and gets no gradient, so it has no backward; move its computation to "
+            "the stage that uses it"
         )
     if not (order.graph.is_chain or schedule.num_frozen):
         edges = " ".join(map(str, order.graph.edges))
@@ -234,7 +236,7 @@ def validate_frozen(schedule: PipelineSchedule) -> None:
             f"{schedule.num_frozen} of {schedule.num_stages} stages cannot be frozen: one has to be trained; give 0 to "
             f"{schedule.num_stages - 1}"
         )
-    sentence = "{what} {why}, and the first {s.num_frozen} are frozen; freeze none, or drop it"
+    sentence = "{what} {why}, and the first {s.num_frozen} stages are frozen; freeze none, or drop it"
     _refuse(_with_sentence(_FROZEN, sentence), schedule, ORDERS[schedule.order])
 
 

@@ -49,7 +49,7 @@ def completed(
     kinds = {each.kind for row in program.rows for each in row}
     adds_updates = not kinds & UPDATES
     if receives_ahead > 1 and kinds & (SENDS | RECEIVES):
-        raise ValueError(f"the rows have their own receives, so receives_ahead: {receives_ahead} is for none; drop it")
+        raise ValueError(f"the rows have receives, so receives_ahead: {receives_ahead} has no effect; drop it")
     if program.weights.predicts and adds_updates:
         raise ValueError(
             f"weights {program.weights.name} are predicted where the rows say it; add the updates and PREDICT of each "
@@ -100,7 +100,7 @@ def require_training(program: Program) -> None:
     if program.forward_only:
         raise ValueError("the rows have forwards alone, so they train nothing; add a backward for each")
     if program.residency is not None:
-        raise ValueError("weights live on the host (residency), and a run with them follows the preset l2l; use that")
+        raise ValueError("weights live on the host (residency), which only the preset l2l can run; use l2l")
     if program.optimistic:
         raise ValueError(
             "its steps do not wait for their norm (optimistic: yes), and the rows of a file have no words for steps "
@@ -108,8 +108,8 @@ def require_training(program: Program) -> None:
         )
     if not program.global_norm:
         raise ValueError(
-            "there is no REDUCE_NORM (global_norm: no), and with it travel losses and requests to stop; add one to "
-            "each batch's chain, on every rank"
+            "there is no REDUCE_NORM (global_norm: no), which also carries losses and stop requests; add one to each "
+            "batch's chain, on every rank"
         )
 
 
@@ -178,8 +178,8 @@ def require_equal_batches(program: Program) -> int:
     position = next(at for at, each in enumerate(program.rows[rank]) if each.microbatch == first)
     raise error_at(
         program, rank, position,
-        f"batches of {' '.join(map(str, sizes))} microbatches are not alike, so the rows say nothing of a run of any "
-        "number of them; write a file for each size",
+        f"batches of {' '.join(map(str, sizes))} microbatches differ in size, so their rows cannot repeat in a longer "
+        "run; write a file for each size",
     )  # fmt: skip
 
 

@@ -280,8 +280,8 @@ class BehindFrozen(Order):
             is_next = rank == before + 1 or (rank == before and stage == self.num_frozen)
             if not is_next:
                 raise ValueError(
-                    f"stages {self.rank_of_stage}, of which the first {self.num_frozen} are frozen: each rank has one "
-                    "that is frozen, one that is trained, or the last of those and the first of these, in order"
+                    f"stages {self.rank_of_stage} do not fit {self.num_frozen} frozen stages; give each rank one "
+                    "frozen stage, one trained stage, or the last frozen with the first trained one, in order"
                 )
             before = rank
 

@@ -322,8 +322,9 @@ class Schedule(PipelineSchedule):
             remaining = {self.remaining_backwards(size) for size in batches}
             if len(remaining) > 1:
                 raise ValueError(
-                    f"{self.order} begins a batch where other numbers of backwards are left of the one before for each "
-                    f"size of {batches}, so none can be said for all; give provisional_microbatches"
+                    f"under {self.order} batches of {batches} microbatches leave different numbers of backwards when "
+                    "the next batch begins, so predictions cannot read the same number of microbatches for all; give "
+                    "provisional_microbatches"
                 )
             given["unread"] = next(iter(remaining))
         stages = range(self.num_stages)

@@ -71,9 +71,9 @@ def description(schedule: PipelineSchedule, name: str, num_microbatches: int) ->
     """
     if schedule.weights == TWO_BW:
         return (
-            f"{name} computes each batch at the weights of one update before, so at a learning rate that flush bears "
-            "its loss may be far higher; --2bw-provisional stage predicts the newest (docs/provisional.md), or take a "
-            "smaller --lr"
+            f"{name} computes each batch at the weights of one update before, so its loss may be far higher at a "
+            "learning rate at which flush is stable; add --2bw-provisional stage, which predicts the newest weights "
+            "(docs/provisional.md), or lower --lr"
         )
     if not schedule.weights.predicts:
         return None

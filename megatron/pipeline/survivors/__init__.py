@@ -191,7 +191,7 @@ def _steady_in(room: Room, costs: Costs) -> ProgramSchedule:
     if fuller is not None:
         return fuller
     raise ValueError(
-        "no order was found in which the ranks that are left repeat their work with every batch or few; take "
+        "no order was found in which the remaining ranks repeat their work every batch or every few; take "
         f"{schedule.name_of_weights} from a preset, or flush"
     )
 

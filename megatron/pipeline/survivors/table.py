@@ -84,7 +84,7 @@ class Entry:
         text = zlib.decompress(packed)
         if (found := hashlib.sha256(text).hexdigest()) != self.sha256:
             raise ValueError(
-                f"the program for the loss of {' '.join(self.lost)} has changed on its way: its sha256 is {found}, and "
+                f"the program for the loss of {' '.join(self.lost)} was damaged in transit: its sha256 is {found}, and "
                 f"{self.sha256} was proved; restart the job from its last checkpoint"
             )
         text = text.decode()

@@ -72,7 +72,7 @@ def test_what_is_missing_at_the_end_is_drawn_there():
         (FIRST.replace("0B0@0", "0R0@0 0B0@0"), SECOND, 0, 3, "the program recomputes nothing"),
         (FIRST.replace("0F0@0", "0F0@1"), SECOND, 0, 0, "flush runs batch 0 here with version 0"),
         (FIRST.replace("0F0@0", "0F0"), SECOND, 0, 0, "it names no weight version"),
-        (FIRST.replace("0B0@0", "0B0@1"), SECOND, 0, 3, "its forward ran with version 0"),
+        (FIRST.replace("0B0@0", "0B0@1"), SECOND, 0, 3, "has to use the version of its forward, 0"),
         (FIRST.replace("0STEP@1", "0STEP@2"), SECOND, 0, 5, "0STEP@1 is due"),
         (FIRST.replace("0REDUCE_NORM@1 ", ""), SECOND, 0, 4, "no 0REDUCE_NORM@1 stands before it"),
         (FIRST.replace("0REDUCE_NORM@1", "0REDUCE_NORM@2"), SECOND, 0, 4, "0REDUCE_NORM@1 is due"),

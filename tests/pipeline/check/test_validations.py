@@ -164,8 +164,8 @@ def test_a_file_of_optimistic_steps_is_proved_and_not_trained_with():
     ("name", "choices", "message"),
     [
         ("2bw", {}, "2bw takes its steps beside later batches already; drop one of them"),
-        ("bpipe", {}, "balance moves activations, which a step that is undone would have to meet on their way"),
-        ("flush", {"num_frozen": 1}, "a frozen prefix has ranks that run ahead of the steps of the others"),
+        ("bpipe", {}, "balance moves activations, which may be under way when a step is undone"),
+        ("flush", {"num_frozen": 1}, "a frozen prefix lets ranks run ahead of the steps of other ranks"),
     ],
 )
 def test_choices_that_do_not_go_together(name, choices, message):

@@ -113,10 +113,10 @@ def test_what_a_model_provider_sets_is_asked_again():
     """Of the built model's configuration, which validation has not seen, and of arguments that building changed."""
     args = arguments("--pipeline-schedule flush", variable_seq_lengths=False)
     require_supported_model(args, SimpleNamespace(variable_seq_lengths=False))
-    with pytest.raises(ValueError, match="--variable-seq-lengths has transfers say their shapes first"):
+    with pytest.raises(ValueError, match="--variable-seq-lengths sends shapes before tensors"):
         require_supported_model(args, SimpleNamespace(variable_seq_lengths=True))
     args.modelopt_enabled = True
-    with pytest.raises(ValueError, match="--modelopt-enabled changes what stages hand on"):
+    with pytest.raises(ValueError, match="--modelopt-enabled changes the tensors that stages send"):
         require_supported_model(args, SimpleNamespace())
 
 

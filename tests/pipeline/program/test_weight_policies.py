@@ -58,5 +58,5 @@ def test_what_is_predicted():
         predicting(STASH)
     for ahead in Ahead:
         assert WeightPolicy("mine", delay=None, refreshes=True, ahead=ahead).max_live_versions(0, 2) == 2
-        with pytest.raises(ValueError, match=r"have them refresh"):
+        with pytest.raises(ValueError, match=r"leave `ahead` out"):
             WeightPolicy("mine", delay=None, ahead=ahead)

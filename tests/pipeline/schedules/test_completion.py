@@ -55,7 +55,7 @@ def test_receives_stand_ahead_as_the_head_of_a_file_says():
     near, far = (read_schedule("a.csv", text=head + text).program for head in ("", "# receives_ahead: 3\n"))
     place = [[str(each) for each in program.rows[1]].index("1RECV_F2") for program in (near, far)]
     assert place[1] < place[0] and sorted(map(str, near.rows[1])) == sorted(map(str, far.rows[1]))
-    with pytest.raises(ValueError, match="the rows have their own receives, so receives_ahead: 3 is for none"):
+    with pytest.raises(ValueError, match="the rows have receives, so receives_ahead: 3 has no effect"):
         read_schedule("a.csv", text="# receives_ahead: 3\n" + near.to_csv())
 
 

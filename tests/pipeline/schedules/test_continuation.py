@@ -92,7 +92,7 @@ def test_predictions_that_do_not_begin_alike_are_refused():
 def test_batches_that_differ_are_refused():
     """Rows of batches of several sizes say nothing of a run of any number of them."""
     program = Schedule.preset("flush", num_stages=2).build((4, 6))
-    with pytest.raises(ProgramError, match="batches of 4 6 microbatches are not alike") as caught:
+    with pytest.raises(ProgramError, match="batches of 4 6 microbatches differ in size") as caught:
         ProgramSchedule.of(program)
     assert str(caught.value.instruction) == "0F4@1"
 

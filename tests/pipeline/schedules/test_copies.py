@@ -85,7 +85,7 @@ def test_an_evaluation_of_any_size_goes_through_the_copies_that_take_it(program:
 def test_batches_that_differ_are_refused():
     """The error names the first microbatch of the other size on the rank that takes it."""
     text = "# batches: 2 3\n# copies: 0:1 0:0\n0F1,0B1,0F3,0B3\n1F0,1B0,1F2,1B2,1F4,1B4\n"
-    with pytest.raises(ProgramError, match="batches of 2 3 microbatches are not alike") as caught:
+    with pytest.raises(ProgramError, match="batches of 2 3 microbatches differ in size") as caught:
         ProgramSchedule.of(Program.from_csv(text))
     assert str(caught.value.instruction) == "1F2@1"
 

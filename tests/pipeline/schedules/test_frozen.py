@@ -191,19 +191,19 @@ def test_waiting_for_what_is_unread_may_be_a_deadlock(late: int):
     ("choices", "reason"),
     [
         ({"order": "interleaved", "num_virtual_stages": 2}, "interleaved has several trained stages on each rank"),
-        ({"weights": "stash"}, "keeps versions for stages"),
+        ({"weights": "stash"}, "is for trained stages, each of which steps by itself"),
         (
             {"residency": Residency(), "recompute": True},
-            "weights on the host come and go .*, except in a relay, and the",
+            "weights on the host come and go .* only in a relay, and the",
         ),
-        ({"weights": "2bw-provisional"}, "predict for stages that are trained"),
+        ({"weights": "2bw-provisional"}, "predict only for trained stages"),
         ({"tied_embeddings": True}, "would freeze the head with the input"),
         ({"num_frozen": 4}, "4 of 4 stages cannot be frozen: one has to be trained; give 0 to 3"),
         (
             {"edges": (Edge(0, 1, gradient=False), Edge(0, 2, gradient=False), Edge(1, 2, gradient=False), Edge(2, 3))},
-            "a graph of stages says itself which of them get gradients",
+            "a graph of stages states for each edge whether gradients travel over it",
         ),
-        ({"rank_of_stage": (0, 0, 1, 2)}, "each rank has one that is frozen, one that is trained"),
+        ({"rank_of_stage": (0, 0, 1, 2)}, "give each rank one frozen stage, one trained stage"),
     ],
 )
 def test_what_does_not_go_with_a_frozen_prefix_is_refused(choices, reason):

@@ -193,9 +193,12 @@ def test_with_a_hardware_queue_for_each_stream_no_timing_deadlocks():
     [
         ({"order": "gpipe", "balance": True}, "saves a whole batch at every stage, so there is nothing to balance"),
         ({"order": "gpipe", "extra_warmup": True}, "gpipe has no warm-up that could be extended"),
-        ({"order": "merged-1f1b"}, "merged-1f1b has several trained stages on each rank, and the first 2 are frozen"),
+        (
+            {"order": "merged-1f1b"},
+            "merged-1f1b has several trained stages on each rank, and the first 2 stages are frozen",
+        ),
         ({"microbatch_group_size": 8}, "microbatch_group_size is for several trained stages on a rank, and the first"),
-        ({"weights": "stash", "balance": True}, "keeps versions for stages of which each steps by itself"),
+        ({"weights": "stash", "balance": True}, "is for trained stages, each of which steps by itself"),
     ],
 )
 def test_choices_that_do_not_go_with_it(choices: dict, reason: str):

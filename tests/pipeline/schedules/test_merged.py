@@ -172,11 +172,11 @@ def test_orders_that_wait_for_one_another_are_told():
 @pytest.mark.parametrize(
     ("preset", "choices", "message"),
     [
-        ("2bw", {"rank_of_stage": (0, 1, 2)}, "2bw counts how far ahead a stage of a chain is"),
+        ("2bw", {"rank_of_stage": (0, 1, 2)}, "2bw depends on how far ahead each stage of a chain is"),
         ("interleaved", {"num_virtual_stages": 3}, "interleaved passes each stage's output to the next one"),
         ("bpipe", {}, "balance pairs the stages of a chain"),
         ("l2l", {"num_virtual_stages": 3}, "relay passes each stage's output to the next one"),
-        ("flush", {"tied_embeddings": True}, "tied embeddings are the first and the last stage's of a chain"),
+        ("flush", {"tied_embeddings": True}, "tied embeddings are shared by the first and the last stage of a chain"),
     ],
 )
 def test_what_is_for_chains_is_refused(preset, choices, message):

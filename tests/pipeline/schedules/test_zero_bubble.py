@@ -176,12 +176,12 @@ def test_a_preset_deals_out_as_many_stages_as_its_order_is_for():
     [
         (
             {"balance": True},
-            "zb-h1 computes backwards in halves, I and W, and balance moves what a whole",
+            "zb-h1 computes backwards in halves, I and W, and balance moves activations whole",
         ),
-        ({"weights": "stash"}, "and stash steps at each stage right behind a microbatch's backward; drop it, or use"),
+        ({"weights": "stash"}, "and stash steps each stage right after a microbatch's backward; drop it, or use"),
         ({"weights": "stale"}, "weights stale go with stages that"),
-        ({"weights": "2bw-provisional"}, "reads gradients before a W that is late has added to them"),
-        ({"num_frozen": 1}, "a frozen prefix is for backwards that are computed whole"),
+        ({"weights": "2bw-provisional"}, "reads gradients to which a later W still adds"),
+        ({"num_frozen": 1}, "a frozen prefix needs backwards that are not split"),
         ({"extra_warmup": True}, "zb-h1 has no warm-up that could be extended; drop extra_warmup"),
         ({"num_virtual_stages": 2}, "zb-h1 has one stage on each rank, not 2"),
         ({"order": "zbv", "num_virtual_stages": 4}, "zbv has 2 stages on each rank, not 4; make num_virtual_stages 2"),

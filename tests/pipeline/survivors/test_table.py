@@ -41,7 +41,7 @@ def test_another_program_is_refused():
     entry, packed = Entry.search(schedule, 2, num_replicas=2, lost=LOST)
     other = zlib.compress(zlib.decompress(packed).replace(b"# tied_embeddings: no\n", b"# tied_embeddings: no \n"))
     assert other != packed
-    with pytest.raises(ValueError, match=r"the loss of 0\.1 has changed on its way: its sha256 is .*; restart the job"):
+    with pytest.raises(ValueError, match=r"the loss of 0\.1 was damaged in transit: its sha256 is .*; restart the job"):
         entry.survivors(other, Sharing(schedule, 2, 2, frozenset(LOST)))
 
 
