@@ -14,7 +14,7 @@ from tests.trainer.arguments.command_line import argv
 
 ROOT = Path(__file__).resolve().parents[1]
 SENTENCE = (
-    "megatron.core is not installed, and what this project trains is made of it; pip install '.[core]', or run from a "
+    "megatron.core is not installed, and training needs it; pip install '.[core]', or run from a "
     "Megatron-LM checkout through python -m megatron.pipeline.dropin\n"
 )
 

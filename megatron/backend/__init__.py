@@ -87,7 +87,7 @@ def require_core() -> None:
     """
     if find_spec("megatron.core") is None:
         raise ValueError(
-            "megatron.core is not installed, and what this project trains is made of it; pip install '.[core]', or run "
+            "megatron.core is not installed, and training needs it; pip install '.[core]', or run "
             "from a Megatron-LM checkout through python -m megatron.pipeline.dropin"
         )
 

@@ -7,7 +7,7 @@
 
 Each process finds its place in the environment, as under torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on.
 torchrun ends all processes when one of them dies. This command does so, too, unless the job has told it that it accepts
-losses. Then the others go on. A process that has died, or that the others have taken for lost, is ended with all its
+losses. Then the others go on. A process that has died, or that the others have declared lost, is ended with all its
 children. With --max-restarts it is started again in its place, and asks to be taken in.
 
 The job's store is in the process of this command on node 0, so no rank is needed by the others; node 0 itself is.
@@ -41,7 +41,7 @@ from megatron.processes import MARK, end_marked, end_with_parent, mark_of
 
 _POLL = 0.1
 _GRACE = 30.0  # seconds between SIGTERM, at which training saves, and SIGKILL
-_BEAT = 1.0  # seconds between the launchers' signs of life, and between looks for processes that are taken for lost
+_BEAT = 1.0  # seconds between the launchers' signs of life, and between looks for processes that are declared lost
 _NODE_TIMEOUT = 30.0  # seconds of silence after which a node's result is no longer awaited
 
 
@@ -198,7 +198,7 @@ class _Node:
             key = out_of(self.run_id, worker.process.pid)
             reason = self.board.read(key) if worker.is_running else None
             if reason is not None:
-                say(f"{worker.name} was taken for lost by the others ({reason}) and is ended")
+                say(f"{worker.name} was declared lost by the others ({reason}) and is ended")
                 worker.is_out = True
                 worker.process.kill()
 

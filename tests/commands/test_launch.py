@@ -122,9 +122,7 @@ def test_survivors_go_on_and_new_processes_take_the_places_of_the_lost(tmp_path)
     last = re.findall(r"^rank (\d): epoch (\d) with \(0, 1, 2, 3\), joined .*$", output, flags=re.MULTILINE)
     assert sorted(rank for rank, number in last if number != "0") == ["0", "1", "2", "3"], output
     assert re.search(r"rank 1 .* was killed by SIGKILL; the job goes on, and its place is taken by", output), output
-    assert re.search(r"rank 2 .* was taken for lost by the others \(no heartbeat for 8 s\) and is ended", output), (
-        output
-    )
+    assert re.search(r"rank 2 .* was declared lost by the others \(no heartbeat for 8 s\) and is ended", output), output
 
 
 @pytest.mark.full

@@ -147,7 +147,7 @@ def test_a_job_that_is_ended(tmp_path, number):
         (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
         cases.loaded(checkpoint, CLASSES)
     else:
-        assert job.returncode != 0 and "ended without a word (killed, or crashed)" in output, output
+        assert job.returncode != 0 and "ended without an error message (killed, or crashed)" in output, output
 
 
 def test_a_line_is_of_the_batches_since_the_last(tmp_path, capsys):

@@ -31,7 +31,7 @@ def test_killed_in_a_move_and_resumed(tmp_path, rank, schedule):
     told = dict(re.findall(r"^rank (\d) .*stops: (.*)$", outcome.output, flags=re.MULTILINE))
     assert sorted(told) == [str(other) for other in range(4) if other != rank], outcome.output
     assert len(set(told.values())) == 1
-    assert re.match(rf"rank {rank} \(stage {rank}\) ended without a word", told.popitem()[1]), outcome.output
+    assert re.match(rf"rank {rank} \(stage {rank}\) ended without an error message", told.popitem()[1]), outcome.output
     before = launch.losses(tmp_path / "first.jsonl")
     assert sorted(before) == list(range(1, 7)), "it was killed in iteration 7"
 

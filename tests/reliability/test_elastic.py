@@ -66,7 +66,8 @@ def killed_and_resumed(directory, losses: dict[int, float], seconds: float) -> N
         assert launch.now() - killed < END, f"{told}\n{outcome.output}"
     assert not outcome.leftovers
     if outcome.status:  # else it was at its end
-        assert re.search(rf"rank {rank} (\(.*\) )?ended without a word", outcome.output), f"{told}\n{outcome.output}"
+        ended = rf"rank {rank} (\(.*\) )?ended without an error message"
+        assert re.search(ended, outcome.output), f"{told}\n{outcome.output}"
     _goes_on(directory, losses, told)
 
 

@@ -240,7 +240,7 @@ _TIMED_OUT = re.compile(
     r"TimeoutError|timed out|has not ended after|did not come within|has not answered for", re.IGNORECASE
 )
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout")  # NCCL's, which then ends the process
-_WITHOUT_A_WORD = "ended without a word"  # the failure guard's words for a rank that gave no reason
+_NO_MESSAGE = "ended without an error message"  # the failure guard's words for a rank that gave no reason
 _STORY = re.compile(r"^rank \d+.*? stops: (?P<sentence>.+)$", re.MULTILINE)  # of the failure guard, on every rank alike
 _REFUSAL = re.compile(r"^\S+\.py: error: (?P<sentence>.+)$", re.MULTILINE)
 _EXCEPTION = re.compile(
@@ -258,7 +258,7 @@ def classify(end: End, log: str, *, progress: str) -> tuple[Status, str]:
     if end.status is None:
         return Status.HANG, f"not at its end after {end.seconds:.0f} s: {progress}"
     sentence = _sentence(log)
-    is_told = sentence is not None and _WITHOUT_A_WORD not in sentence
+    is_told = sentence is not None and _NO_MESSAGE not in sentence
     if _OUT_OF_MEMORY.search(sentence if is_told else log):
         return Status.OUT_OF_MEMORY, sentence if is_told else _line(_OUT_OF_MEMORY, log)
     if _KILLED.search(log) or end.status == -9:
@@ -268,7 +268,7 @@ def classify(end: End, log: str, *, progress: str) -> tuple[Status, str]:
         return Status.HANG, sentence
     if not is_told and _WATCHDOG.search(log):
         return Status.HANG, _line(_WATCHDOG, log)
-    return Status.ERROR, sentence or f"ended with status {end.status} without a word: {progress}"
+    return Status.ERROR, sentence or f"ended with status {end.status} without an error message: {progress}"
 
 
 def _sentence(log: str) -> str | None:

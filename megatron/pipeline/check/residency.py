@@ -137,7 +137,7 @@ class _RankResidency:
     def _compute(self, stage: int, version: int) -> str:
         if self.resident.get(stage) != version:
             return (
-                f"its weights are not on the device: no {stage}FETCH@{version} stands before it without a FREE behind"
+                f"its weights are not on the device: no {stage}FETCH@{version} stands before it, or a FREE is between"
             )
         self.used.add(stage)
         return ""

@@ -146,8 +146,8 @@ class Exchange:
                 if edge.activations.has_shared or edge.gradients.has_shared:
                     raise ValueError(
                         f"stages {stage.index} and {other} of the model share a parameter over their edge, and each "
-                        "has several copies, of which one alone would get its value; run without copies, or do not "
-                        "share it"
+                        "has several copies, only one of which would get its value; run without copies, or do not "
+                        "share the parameter"
                     )
 
     def begin_batch(self, batch: int, microbatches: range) -> None:

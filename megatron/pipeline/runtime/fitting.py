@@ -41,8 +41,8 @@ def numbered(
         isinstance(update, OptimisticUpdate) and all(hasattr(each, "begin_again") for each in stages)
     ):
         raise ValueError(
-            f"steps are optimistic, and {type(update).__name__} or {type(stages[0]).__name__} cannot go back behind "
-            "one; give an OptimisticUpdate and stages that begin again, such as megatron.core's, or drop optimistic"
+            f"steps are optimistic, and {type(update).__name__} or {type(stages[0]).__name__} cannot undo a step; give "
+            "an OptimisticUpdate and stages with begin_again, such as megatron.core's, or drop optimistic"
         )
     if schedule.num_ranks != num_ranks:
         raise ValueError(
@@ -100,6 +100,6 @@ def _require_relay(schedule: PipelineSchedule, update: AnyUpdate, *, counts_acti
         )
     if asked.stashes_on_host and counts_activations:
         raise ValueError(
-            "inputs are stashed on the host, and an activation_memory counts and moves what it takes to be on the "
-            "device; give none, or stash them on the device"
+            "inputs are stashed on the host, and activation_memory handles only activations on the device; leave it "
+            "out, or stash inputs on the device"
         )

@@ -205,8 +205,8 @@ class Steps:
         halfway = [index for index in halfway if self.microbatches[index].batch == batch]
         if halfway:
             raise ValueError(
-                f"{instruction} reads what microbatches have added to the gradients of batch {batch}, and of "
-                f"{', '.join(map(str, halfway))} there is I without W; place W before it"
+                f"{instruction} reads the gradients of batch {batch} before the W of microbatches "
+                f"{', '.join(map(str, halfway))} have added to them; place each W before it"
             )
 
     def _num_done(self, instruction: Instruction) -> int:
@@ -251,5 +251,5 @@ class RefusedSteps:
             return None
         return (
             f"optimistic steps are off from iteration {batch + 1} on: {len(self._before)} of the last {OF_BATCHES} "
-            "were refused, and each takes a batch back"
+            "were refused, and each makes a batch begin again"
         )

@@ -73,7 +73,7 @@ def description(schedule: PipelineSchedule, name: str, num_microbatches: int) ->
         return (
             f"{name} computes each batch at the weights of one update before, so its loss may be far higher at a "
             "learning rate at which flush is stable; add --2bw-provisional stage, which predicts the newest weights "
-            "(docs/provisional.md), or lower --lr"
+            "(docs/provisional.md), or take a smaller --lr"
         )
     if not schedule.weights.predicts:
         return None

@@ -132,8 +132,8 @@ class Pool:
     def _death(self, index: int) -> MeasuringError:
         self._processes[index].join(5.0)
         return MeasuringError(
-            f"process {index} ended without a word (status {self._processes[index].exitcode}); -9 is how the system "
-            "ends one when memory is short"
+            f"process {index} ended without an error message (status {self._processes[index].exitcode}); -9 is how "
+            "the system ends one when memory is short"
         )
 
     def _collect(self, count: int, timeout: float) -> list[Any]:

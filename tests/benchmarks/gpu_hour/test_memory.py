@@ -138,7 +138,7 @@ def test_a_failed_size_is_told_and_others_go_on(monkeypatch):
     monkeypatch.setattr(memory, "chosen", lambda *arguments: sizes)
     monkeypatch.setattr(memory, "planners_bytes", lambda *arguments: 24.0)
     answers = iter([
-        {"failed": "process 0 ended without a word (status -9)", "out_of_memory": True},
+        {"failed": "process 0 ended without an error message (status -9)", "out_of_memory": True},
         {"failed": "CUDA out of memory.", "out_of_memory": True, "peak_bytes": GIB, "reserved_bytes": GIB}, RAN,
     ])  # fmt: skip
     tasks, said = SimpleNamespace(do=lambda *_, **options: next(answers)), Said()

@@ -28,7 +28,7 @@ CPU = (
     "to allocate 4398046511104 bytes. Error code 12 (Cannot allocate memory)\n"
 )
 KILLED = (
-    "rank 0 (stage 0) stops: rank 1 (stage 1) ended without a word (killed, or crashed); last seen in 1F2@0\n"
+    "rank 0 (stage 0) stops: rank 1 (stage 1) ended without an error message (killed, or crashed); last seen in 1F2@0\n"
     + LAUNCHER.format(code=-9)
 )
 REFUSED = "pretrain_gpt.py: error: --num-attention-heads 3 is not divisible by --tensor-model-parallel-size 2\n"
@@ -46,7 +46,9 @@ LATER = (
     "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     "[rank0]: torch.distributed.DistBackendError: connection closed by peer\n" + LAUNCHER.format(code=1)
 )
-SILENT = "rank 0 (stage 0) stops: rank 1 (stage 1) ended without a word (killed, or crashed); last seen in 1F2@0\n"
+SILENT = (
+    "rank 0 (stage 0) stops: rank 1 (stage 1) ended without an error message (killed, or crashed); last seen in 1F2@0\n"
+)
 WATCHDOG = (
     "[rank1]:[E1121 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 300014 milliseconds before timing out.\n" + SILENT
@@ -70,11 +72,11 @@ CASES = {
     "memory of one, a consequence of another": (1, LATER, Status.OUT_OF_MEMORY, "CUDA out of memory"),
     "an exception, and a launcher that has to kill": (1, DEAF, Status.ERROR, "RuntimeError: mat1 and mat2 shapes"),
     "NCCL's watchdog": (1, WATCHDOG, Status.HANG, "OpType=ALLREDUCE) ran for 300014 milliseconds"),
-    "a crash": (1, SILENT, Status.ERROR, "rank 1 (stage 1) ended without a word"),
+    "a crash": (1, SILENT, Status.ERROR, "rank 1 (stage 1) ended without an error message"),
     "a refused flag": (2, REFUSED, Status.ERROR, "--num-attention-heads 3 is not divisible"),
     "a collective that did not end": (1, STUCK, Status.HANG, "0REDUCE_NORM@1 has not ended after 60 s"),
     "an exception": (1, RAISED, Status.ERROR, "RuntimeError: mat1 and mat2 shapes"),
-    "nothing": (7, "", Status.ERROR, "ended with status 7 without a word: 2 of 10 iterations were done"),
+    "nothing": (7, "", Status.ERROR, "ended with status 7 without an error message: 2 of 10 iterations were done"),
     "took too long": (None, "", Status.HANG, "not at its end after 60 s: 2 of 10 iterations were done"),
 }
 

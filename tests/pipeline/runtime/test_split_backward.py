@@ -189,4 +189,4 @@ def test_a_stage_that_cannot_split_is_refused_before_anything_runs():
 def test_a_prediction_between_the_halves_is_refused():
     """It would read the gradients of a part of a microbatch's weights."""
     [(said, _)] = workers.run(1, f"{__name__}:run_rows", rows="0F0@0 0I0@0 0F1@0 0PREDICT@1")
-    assert "0PREDICT@1 reads" in said and "of 0 there is I without W" in said
+    assert "0PREDICT@1 reads" in said and "before the W of microbatches 0" in said

@@ -141,4 +141,4 @@ def test_store_host_that_dies_is_named_by_its_new_rank(tmp_path):
         outcome = other.wait()
         assert launch.now() - killed < 10
     assert outcome.status != 0
-    assert "rank 0 (stage 0) stops: rank 1" in outcome.output and "ended without a word" in outcome.output
+    assert "rank 0 (stage 0) stops: rank 1" in outcome.output and "ended without an error message" in outcome.output

@@ -61,12 +61,12 @@ def test_jobs_and_failures():
 def test_a_death_is_told():
     """At work, or while it waits for something to do."""
     with (
-        pytest.raises(MeasuringError, match=r"process 0 ended without a word \(status 7\)"),
+        pytest.raises(MeasuringError, match=r"process 0 ended without an error message \(status 7\)"),
         Pool(2, threads=1) as pool,
     ):
         pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=dying))
     with (
-        pytest.raises(MeasuringError, match=r"process 1 ended without a word \(status -9\)"),
+        pytest.raises(MeasuringError, match=r"process 1 ended without an error message \(status -9\)"),
         Pool(2, threads=1) as pool,
     ):
         pool.do(MeasuringTask(num_ranks=1, num_jobs=2, run=together))

@@ -88,7 +88,8 @@ def test_too_many_refused_steps_end_them():
     assert optimistic[0]["watched"]["validations"] == [False] * 6
     said = [line for line in optimistic[-1]["lines"] if "optimistic" in line]
     assert said == [
-        "optimistic steps are off from iteration 7 on: 6 of the last 100 were refused, and each takes a batch back"
+        "optimistic steps are off from iteration 7 on: 6 of the last 100 were refused, and each makes a batch begin "
+        "again"
     ]
 
 

@@ -219,7 +219,7 @@ def _cut_file_at(address: int) -> str | None:
                 size, read = os.path.getsize(path[0]), address - first + int(offset, 16)
                 if size <= read:
                     return (
-                        f"file {path[0]} was cut short while the run read it: it has {size} bytes, and the one at "
-                        f"{read} is wanted; write it anew, and go on from the last checkpoint"
+                        f"file {path[0]} was cut short while the run read it: it has {size} bytes, and byte "
+                        f"{read} is needed; write the file again, and continue from the last checkpoint"
                     )
     return None

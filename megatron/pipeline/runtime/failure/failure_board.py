@@ -175,7 +175,7 @@ def _store_owner(store_host: int) -> str:
 def story_of_lost_store(store_host: int) -> str:
     """The root cause if the store is gone. `store_host`: the rank whose process hosts it, if no launcher does."""
     owner = _store_owner(store_host)
-    return f"{owner} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+    return f"{owner} ended without an error message (killed, or crashed): it hosts the job's store, which is gone"
 
 
 def story_of_silent_store(store_host: int, seconds: float) -> str:

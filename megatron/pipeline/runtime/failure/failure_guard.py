@@ -251,7 +251,7 @@ class Guard:
         if story is None:
             name, doing, _ = self._board.doing(neighbour)
             last = f"; last seen in {doing}" if doing else ""
-            story = self._tell(f"{name} ended without a word (killed, or crashed){last}", is_consequence=True)
+            story = self._tell(f"{name} ended without an error message (killed, or crashed){last}", is_consequence=True)
         self._end(story)
 
     def _on_terminate(self, number: int, frame: Any) -> None:

@@ -2,7 +2,7 @@
 
 Problem: a process dies, is stopped, or is cut off. Its peers notice at different moments, and some do not notice. The
 process groups, over which they would tell each other, are broken. A rank that computes slowly must not be taken for a
-lost one. A rank that was taken for lost may wake up and continue as if nothing had happened.
+lost one. A rank that was declared lost may wake up and continue as if nothing had happened.
 
 Solution: everything goes through the job's store, over a connection and a thread that nothing else uses.
 
@@ -324,9 +324,9 @@ class Membership(StoreThread):
         """Make `epoch` the current one. End this process if `epoch` does not have it."""
         left_out = [member for member in self._members.values() if member not in members] if self.epoch else []
         if self._me not in members:
-            others = f"the others went on with epoch {epoch.number} without it" if members else "no rank could go on"
+            others = f"the others went on with epoch {epoch.number} without it" if members else "no rank could continue"
             reason = epoch.lost.get(self.rank, "no reason is known")
-            sentence = f"rank {self.rank} was taken for lost ({reason}), and {others}"
+            sentence = f"rank {self.rank} was declared lost ({reason}), and {others}"
             self._on_thrown_out(sentence)
             raise OnThisRank(sentence)
         for member in left_out:

@@ -345,8 +345,8 @@ def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None
                 raise ValueError(f"two parameters are called {name}, one of them at stage {stage}; name them apart")
             if parameter in name_of:
                 raise ValueError(
-                    f"{name} of stage {stage} is {name_of[parameter]}, which would be gone with its own stage; give "
-                    "the stage a copy, and say that the two are tied"
+                    f"{name} of stage {stage} is the same parameter as {name_of[parameter]}, which leaves the device "
+                    "with its own stage; give each stage a copy, and declare the copies tied"
                 )
             names.add(name)
             name_of[parameter] = name

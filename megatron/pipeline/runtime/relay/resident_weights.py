@@ -167,7 +167,7 @@ class ResidentWeights:
         """Assert that `version` of a stage is on the device, before a computation with it."""
         found = self._resident.get(stage)
         assert found == version, f"version {version} of stage {stage} is not on the device: " + (
-            f"version {found} is" if found is not None else "no FETCH stands before it without a FREE behind"
+            f"version {found} is" if found is not None else "no FETCH stands before it, or a FREE is between"
         )
 
     def show_on_host(self) -> None:
@@ -197,8 +197,8 @@ class ResidentWeights:
                 mine, theirs = flat, self._flat[other].get(dtype)
                 if theirs is not None and _overlap(mine, theirs):
                     raise ValueError(
-                        f"stages {other} and {stage} lie at one place of the device's memory, which is laid out for "
-                        f"{self._num_resident} stages that follow one another on their rank; use an order that relays"
+                        f"stages {other} and {stage} would share device memory, which is laid out for "
+                        f"{self._num_resident} consecutive stages of a rank; use an order that relays"
                     )
 
 

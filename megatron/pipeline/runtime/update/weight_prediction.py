@@ -63,9 +63,8 @@ class WeightPredictor:
         rule = _RULES.get(type(optimizer))
         if rule is None:
             raise ValueError(
-                f"{type(optimizer).__name__} is not predicted: it keeps no mean of its gradients that says where its "
-                "steps will go, or by a rule that is unknown here; use SGD with momentum, Adam or AdamW, or do without "
-                "weight prediction"
+                f"{type(optimizer).__name__} is not predicted: it keeps no mean of its gradients, or its rule is not "
+                "known here; use SGD with momentum, Adam or AdamW, or leave weight prediction out"
             )
         if rule is _momentum and not all(group["momentum"] for group in optimizer.param_groups):
             raise ValueError(

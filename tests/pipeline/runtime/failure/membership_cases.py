@@ -202,7 +202,7 @@ def lose_at_random(folder: Path, seed: int, *, num_losses: int, world_size: int,
             job.send(signal.SIGCONT, *stopped)
             for rank in stopped:
                 assert job.status(rank) == 1
-                assert job.output(rank).count(f"rank {rank} was taken for lost (no heartbeat") == 1
+                assert job.output(rank).count(f"rank {rank} was declared lost (no heartbeat") == 1
         told = {}
         for epoch in job.epochs.values():
             told |= next(iter(epoch.values()))["lost"]

@@ -119,7 +119,7 @@ def test_a_killed_rank_is_named_by_the_others(with_torchrun, bad_rank):
     assert all(code != 0 for code in codes)
     told = endings(output)
     assert list(told) == [f"rank {1 - bad_rank} (stage {1 - bad_rank})"], output
-    assert re.match(rf"rank {bad_rank}.* ended without a word", told.popitem()[1]), output
+    assert re.match(rf"rank {bad_rank}.* ended without an error message", told.popitem()[1]), output
     assert "frame #" not in output and "[c10d]" not in output, output
     if not with_torchrun:  # whose own lines follow
         assert output.rstrip().splitlines()[-1].startswith(f"rank {1 - bad_rank} (stage {1 - bad_rank}) stops: "), (
@@ -158,7 +158,7 @@ def test_a_rank_that_is_killed_in_a_move_is_named_by_the_others(num_ranks, bad_r
     told = endings(output)
     assert set(told) == {f"rank {rank} (stage {rank})" for rank in range(num_ranks) if rank != bad_rank}, output
     (story,) = set(told.values())
-    assert re.match(rf"rank {bad_rank}.* ended without a word \(killed, or crashed\)", story), output
+    assert re.match(rf"rank {bad_rank}.* ended without an error message \(killed, or crashed\)", story), output
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_replica_that_leaves_the_others_alone_with_a_shared_store_is_named(mod
     told = endings(output)
     if mode.startswith("kill"):
         assert list(told) == ["rank 0 (stage 0)"], output
-        assert re.match(r"rank 1 \(stage 0\) ended without a word", told["rank 0 (stage 0)"]), output
+        assert re.match(r"rank 1 \(stage 0\) ended without an error message", told["rank 0 (stage 0)"]), output
     else:
         word = "FETCH" if mode.endswith("fetch") else "UPDATE@3"
         assert word in told["rank 0 (stage 0)"] and "rank 1" in told["rank 0 (stage 0)"], output

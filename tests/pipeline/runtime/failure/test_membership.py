@@ -42,7 +42,7 @@ def test_a_stopped_rank_is_lost_and_ends_when_it_wakes_up(tmp_path):
         assert job.hear(0) == b"of the survivors"
         job.send(signal.SIGCONT, 1)
         assert job.status(1) == 1
-        lost = f"rank 1 was taken for lost (no heartbeat for {TIMEOUT:g} s)"
+        lost = f"rank 1 was declared lost (no heartbeat for {TIMEOUT:g} s)"
         assert job.output(1).endswith(f" stops: {lost}, and the others went on with epoch 1 without it\n")
         assert not (tmp_path / "latest").exists()
         assert set(job.epochs) == {0, 1}
@@ -128,7 +128,7 @@ def test_a_group_is_lost_and_comes_back_as_a_whole(tmp_path):
         assert job.current["lost"] == {2: why, 3: "its process has ended"}
         assert job.status(2) == 1
         assert job.output(2).endswith(
-            f" stops: rank 2 was taken for lost ({why}), and the others went on with epoch 1 without it\n"
+            f" stops: rank 2 was declared lost ({why}), and the others went on with epoch 1 without it\n"
         )
 
         def heard(until: tuple) -> tuple:
@@ -180,7 +180,7 @@ def test_no_group_is_left(tmp_path):
         for rank, with_whom in ((0, 1), (3, 2)):
             assert job.status(rank) == 1
             why = f"rank {with_whom}, with which it computes its layers, is lost"
-            assert f"rank {rank} was taken for lost ({why}), and no rank could go on\n" in job.output(rank)
+            assert f"rank {rank} was declared lost ({why}), and no rank could continue\n" in job.output(rank)
         job.start(0)
         assert job.hear(0) == "nobody is left of epoch 1 to take rank 0 in"
 
@@ -240,7 +240,7 @@ def test_the_store_goes_with_its_host(tmp_path):
         job.store = None
         for rank in range(2):
             assert job.hear(rank) == (
-                "rank 0 ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+                "rank 0 ended without an error message (killed, or crashed): it hosts the job's store, which is gone"
             )
             assert job.status(rank) == 3
 

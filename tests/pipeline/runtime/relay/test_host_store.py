@@ -76,7 +76,9 @@ def test_the_host_is_a_shared_mapping():
 def test_stages_have_nothing_in_common():
     """A parameter of two stages would be gone with the first of them; names are one space."""
     shared = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"1\.weight of stage 1 is 0\.weight.*give the stage a copy.*tied"):
+    with pytest.raises(
+        ValueError, match=r"1\.weight of stage 1 is the same .* as 0\.weight.*give each stage a copy.*tied"
+    ):
         HostStore(stages(shared, shared))
     with pytest.raises(ValueError, match="two parameters are called weight, one of them at stage 1; name them apart"):
         HostStore({index: dict(nn.Linear(2, 2).named_parameters()) for index in range(2)})

@@ -121,7 +121,7 @@ def test_stages_that_do_not_follow_one_another_have_no_room_together():
     """The places are laid out for neighbours; an order that keeps others at once is refused, and not computed wrong."""
     relay = Relay()
     relay.fetch(0)
-    with pytest.raises(ValueError, match=r"stages 0 and 2 lie at one place.*use an order that relays"):
+    with pytest.raises(ValueError, match=r"stages 0 and 2 would share device memory.*use an order that relays"):
         relay.fetch(2)
 
 

@@ -255,8 +255,8 @@ def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig, c
     for is_there, what in found:
         if is_there:
             raise ValueError(
-                f"stages are copies that share batches, and the run has {what}: its groups span all replicas, of which "
-                "ranks are missing, so run copies without it."
+                f"stages are copies that share batches, and the run has {what}: it needs the ranks of all replicas, "
+                "and copies lack some, so run copies without it."
             )
 
 

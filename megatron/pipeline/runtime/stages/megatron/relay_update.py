@@ -174,7 +174,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
                 )
             if chunk.config.gradient_accumulation_fusion:
                 raise ValueError(
-                    "gradient_accumulation_fusion adds to gradients behind the back of what carries them to the host: "
+                    "gradient_accumulation_fusion adds to gradients unseen by the code that copies them to the host: "
                     "turn it off."
                 )
         if residency.is_eager and (

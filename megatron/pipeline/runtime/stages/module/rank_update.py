@@ -250,8 +250,8 @@ class ModuleRelayUpdate(HostUpdate):
             self._observed = {name: norm / (batch.mean_count or 1.0) for name, norm in taken.items()}
         if self.residency.is_eager and batch.mean_count != 1.0:
             raise ValueError(
-                f"the losses of batch {version - 1} are sums, and eager updates are made before it is known what they "
-                "count; use deferred updates, or return means"
+                f"the losses of batch {version - 1} are sums, and eager updates are made before the count of all "
+                "samples is known; use deferred updates, or return means"
             )
 
     def _decide(self, batch: HostBatch) -> None:
@@ -272,6 +272,6 @@ class ModuleRelayUpdate(HostUpdate):
         gradients = [own for _, own in self.store.stages[stage].own_gradients().values() if own.numel()]
         if not all(torch.linalg.vector_norm(each, ord=float("inf")).isfinite() for each in gradients):
             raise RuntimeError(
-                f"the gradients of stage {stage} are not finite, and an eager update cannot leave the batch out: other "
-                "stages have made theirs; use deferred updates"
+                f"the gradients of stage {stage} are not finite, and an eager update cannot skip the batch: other "
+                "stages are updated already; use deferred updates"
             )

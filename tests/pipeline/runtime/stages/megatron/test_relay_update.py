@@ -135,7 +135,7 @@ def test_shares_need_another_replica_on_the_node():
         ({"eager": True, "clip": 1.0}, "An eager update is made before the norm of all gradients"),
         ({"eager": True, "dtype": "float16"}, "use deferred updates, or neither clip nor scale the loss"),
         ({"eager": True, "masked": True, "per_token": True}, "any overflow and the number of tokens are known"),
-        ({"fused": True}, "gradient_accumulation_fusion adds to gradients behind the back"),
+        ({"fused": True}, "gradient_accumulation_fusion adds to gradients unseen"),
     ],
 )
 def test_what_it_cannot_drive_is_refused(options, message):
