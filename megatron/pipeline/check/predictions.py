@@ -265,7 +265,7 @@ def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tup
             if forward.horizon != newer - forward.version:
                 wanted = newer - forward.version
                 reason = (
-                    f"its backward uses version {newer}, so it is to be predicted {wanted} ahead, not {forward.horizon}"
+                    f"its backward uses version {newer}, so it has to predict {wanted} ahead, not {forward.horizon}"
                 )
                 raise compact.error(rank, position, reason)
             if forward.horizon and not program.is_recomputed(stage, forward.microbatch):
@@ -313,19 +313,18 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
             wanted, before = done[stage] if is_behind else 0, max(0, index - depths[stage])
             if is_behind and wanted != before - firsts[batch_of[before]]:
                 reason = (
-                    f"{wanted} microbatches have gradients here that no STEP has taken, and at depth {depths[stage]} "
-                    f"they are {before - firsts[batch_of[before]]}"
+                    f"no STEP has taken the gradients of {wanted} microbatches here, and at depth {depths[stage]} it "
+                    f"has to be {before - firsts[batch_of[before]]}"
                 )
             elif wanted and end_done[stage] > before:
                 last, end = (program.first_microbatch + each for each in (end_done[stage] - 1, before))
                 reason = (
-                    f"the gradients here that no STEP has taken are to be those of the microbatches before {end}, and "
-                    f"the backward of {last} stands before it"
+                    f"the gradients that no STEP has taken have to be of microbatches before {end} here, and the "
+                    f"backward of {last} stands before it"
                 )
             elif forward.unstepped != wanted:
                 reason = (
-                    f"{wanted} microbatches have gradients that it is to be stepped with provisionally, not "
-                    f"{forward.unstepped}"
+                    f"it has to step provisionally with the gradients of {wanted} microbatches, not {forward.unstepped}"
                 )
             elif forward.unstepped and not program.is_recomputed(stage, forward.microbatch):
                 reason = "provisional weights are gone before its backward, and the stage does not recompute"

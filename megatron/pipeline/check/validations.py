@@ -141,5 +141,5 @@ def _prove_drained(head: Program) -> None:
     for channel in sent.keys() | received.keys():
         if sent.get(channel, []) != received.get(channel, []):
             _, sender, receiver = channel
-            reason = f"of what stage {sender} sends to stage {receiver} before it, not all is received before it"
+            reason = f"stage {receiver} does not receive before it all that stage {sender} sends before it"
             raise compacted.error(compacted.rank_of_stage[receiver], ends[compacted.rank_of_stage[receiver]], reason)

@@ -100,7 +100,7 @@ def _require_engine_that_follows(args: argparse.Namespace) -> None:
     version = installed_version()
     if engine_keeps_main_grad(version):
         raise ValueError(
-            f"Transformer Engine {version} adds to the gradient buffer of its forward's time, and {flag_of(args)} "
+            f"Transformer Engine {version} adds to the gradient buffer that its forward saw, and {flag_of(args)} "
             f"has two; install {LOOKS_UP_GRADIENTS} or later, or give "
             "--no-gradient-accumulation-fusion"
         )

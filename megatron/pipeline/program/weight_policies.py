@@ -217,8 +217,8 @@ def predicting(policy: WeightPolicy) -> WeightPolicy:
     """Return the policy that steps as `policy` does and also predicts. Raises ValueError if there is none."""
     if policy not in _PREDICTED:
         raise ValueError(
-            f"weights {policy} are not predicted: only those of {' and '.join(map(str, _PREDICTED))} are, whose "
-            "batches are computed behind their step"
+            f"weights {policy} are not predicted; use {' or '.join(map(str, _PREDICTED))}, whose batches are computed "
+            "at weights of an earlier step"
         )
     return _PREDICTED[policy]
 

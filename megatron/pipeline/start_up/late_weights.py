@@ -25,8 +25,8 @@ def take_error_feedback(args: argparse.Namespace) -> None:
         )
     if args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0:
         raise ValueError(
-            f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} are two guesses of the same "
-            "missing update, of which a batch takes one; leave one of them out (docs/error_feedback.md)"
+            f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} both estimate the same "
+            "missing update, and a batch uses only one estimate; leave one of them out (docs/error_feedback.md)"
         )
     args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches = "uniform", 0
 
@@ -43,7 +43,7 @@ def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: s
     flag = "--2bw-error-feedback" if args.pipeline_2bw_error_feedback else f"--2bw-provisional {mode}"
     if mode == "off" and (number is not None or args.pipeline_2bw_provisional_reduce):
         given = "--2bw-provisional-reduce" if number is None else f"--2bw-provisional-microbatches {number}"
-        raise ValueError(f"{given} says nothing without predictions; add --2bw-provisional, or leave it out")
+        raise ValueError(f"{given} has no effect without predictions; add --2bw-provisional, or leave it out")
     if mode == "off":
         return
     if weights != TWO_BW:
@@ -78,7 +78,7 @@ def description(schedule: PipelineSchedule, name: str, num_microbatches: int) ->
     if not schedule.weights.predicts:
         return None
     if schedule.provisional_microbatches == 0:
-        return f"{name} with error feedback: a batch takes the last update once more, for the one that is missing"
+        return f"{name} with error feedback: each batch uses the last update twice, in place of the missing one"
     read = [num_microbatches - unread for unread in schedule.remaining_backwards(num_microbatches)]
     if schedule.provisional_microbatches is not None:
         read = [schedule.provisional_microbatches] * schedule.num_stages

@@ -48,15 +48,15 @@ class Rotary(Part):
             facts["rotary_seq_len_interpolation_factor"] = number("factor", present(given, ["factor"]), int)
             given.pop("factor")
         elif kind != "default":
-            known = "default and yarn alone" if self.latents else "default, linear, llama3 and yarn alone"
+            known = "only default and yarn" if self.latents else "only default, linear, llama3 and yarn"
             raise ValueError(
-                f"the rotary positions are scaled by {shown(kind)}, and flags say {known}; such a model cannot be "
-                "computed here"
+                f"the rotary positions are scaled by {shown(kind)}, and flags can express {known}; such a model cannot "
+                "be computed here"
             )
         if given.get("partial_rotary_factor", 1.0) != 1.0 or given.keys() - {"partial_rotary_factor"}:
             key = min(given.keys())
             raise ValueError(
-                f"{key} of the rotary positions is {shown(given[key])}, which no flag says; leave it out if the "
+                f"{key} of the rotary positions is {shown(given[key])}, which no flag can express; leave it out if the "
                 "model is the same without it"
             )
         return facts
@@ -92,15 +92,15 @@ class Rotary(Part):
         rounds = given.pop("truncate", True)  # files older than this key are of models that round
         if not isinstance(rounds, bool) or (self.latents and not rounds):
             raise ValueError(
-                f"truncate of YaRN is {shown(rounds)}, and megatron.core's latent attention knows true alone"
+                f"truncate of YaRN is {shown(rounds)}, and megatron.core's latent attention supports only true"
             )
         scales = [given.pop(key, None) for key in ("mscale", "mscale_all_dim")]
         if scales != [None, None]:
             # With only one of them, or with 0, transformers uses another temperature than megatron.core and DeepSeek.
             if not all(scales):
                 raise ValueError(
-                    f"mscale of YaRN is {shown(scales[0])} and mscale_all_dim {shown(scales[1])}, of which each "
-                    "implementation makes something else; give both, above 0, or neither"
+                    f"mscale of YaRN is {shown(scales[0])} and mscale_all_dim {shown(scales[1])}, which "
+                    "implementations read differently; give both, above 0, or neither"
                 )
             facts |= {
                 name: number(name, value, float)
@@ -129,7 +129,7 @@ def _llama_3(given: dict[str, object]) -> Facts:
     for key, value in _LLAMA_3.items():
         if present(given, [key]) != value:
             raise ValueError(
-                f"rope_scaling.{key} is {shown(given[key])}, and megatron.core knows {value} alone; such a model "
+                f"rope_scaling.{key} is {shown(given[key])}, and megatron.core supports only {value}; such a model "
                 "cannot be computed here"
             )
     facts = {"use_rope_scaling": True, "rope_scaling_factor": number("factor", present(given, ["factor"]), float)}
@@ -194,7 +194,7 @@ class Window(Part):
         if (any(found) and not has_window) or (self.layers in ("none", "all") and found != [has_window] * count):
             raise ValueError(
                 f"layer_types names {shown('sliding_attention' if any(found) else 'full_attention')}, and the other "
-                "keys of windows say something else; let them agree"
+                "keys of windows contradict it; make them agree"
             )
         return found
 

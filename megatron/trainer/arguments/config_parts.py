@@ -206,7 +206,8 @@ class Gelu(Part):
         value = present(config, self.names)
         if value not in ("gelu_new", "gelu_pytorch_tanh", "gelu"):
             raise ValueError(
-                f"activation_function is {shown(value)}, and flags say gelu_new, gelu_pytorch_tanh and gelu alone"
+                f"activation_function is {shown(value)}, and flags can express only gelu_new, gelu_pytorch_tanh and "
+                "gelu"
             )
         return {"bias_gelu_fusion": value != "gelu"}
 
@@ -226,7 +227,8 @@ class FeedForward(Part):
     def read(self, config: Mapping[str, object]) -> Facts:
         value = config.get(self.names[0], "relu")  # files of the original T5 do not have the key
         if not isinstance(value, str) or value not in _FEED_FORWARDS:
-            raise ValueError(f"feed_forward_proj is {shown(value)}, and flags say {' and '.join(_FEED_FORWARDS)} alone")
+            known = " and ".join(_FEED_FORWARDS)
+            raise ValueError(f"feed_forward_proj is {shown(value)}, and flags can express only {known}")
         flag, *made = _FEED_FORWARDS[value]
         for name, own in zip(self.names[1:], made, strict=True):
             if config.get(name, own) != own:
@@ -345,7 +347,7 @@ class GroupsOfExperts(Part):
             if method == "greedy":
                 return none
             if method != self.method:
-                raise ValueError(f"topk_method is {shown(method)}, and this family has greedy and {self.method} alone")
+                raise ValueError(f"topk_method is {shown(method)}, and this family has only greedy and {self.method}")
         groups, taken = (number(name, present(config, [name]), int) for name in ("n_group", "topk_group"))
         if groups <= 1 or taken == groups:
             return none

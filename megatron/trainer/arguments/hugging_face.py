@@ -100,7 +100,7 @@ def _require_known_quantization(quantization: object) -> None:
     if method == "mxfp4" or (method == "fp8" and block == [128, 128] and asked.get("fmt", "e4m3") == "e4m3"):
         return
     raise ValueError(
-        f"{QUANTIZATION} is {shown(quantization)}: of quantized weights those in MXFP4, and in FP8 (e4m3) with a scale "
+        f"{QUANTIZATION} is {shown(quantization)}: only weights quantized to MXFP4, or to FP8 (e4m3) with a scale "
         "for each 128 x 128 block, are read; save the model in bf16 first"
     )
 

@@ -139,7 +139,7 @@ def resolve_platform(args: Arguments, platform: Platform) -> list[str]:
         "gradient_accumulation_fusion",
         not (uses_engine and platform.engine_keeps_main_grad and _keeps_several_gradient_buffers(args)),
         f"with the gradient buffers of {choice_of(args).name} it needs Transformer Engine "
-        f"{LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer of its forward's time",
+        f"{LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer that its forward saw",
     )
     turn_off(
         "gradient_accumulation_fusion",

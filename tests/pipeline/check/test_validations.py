@@ -134,7 +134,7 @@ def test_all_go_back_with_nothing_in_flight():
     place = place_of(rows[1], Kind.ROLLBACK, 1)
     assert str(rows[1][place - 1]) == "1RECV_F6"
     del rows[1][place - 1]
-    refused(program, rows, r"of what stage 0 sends to stage 1 before it, not all is received before it")
+    refused(program, rows, r"stage 1 does not receive before it all that stage 0 sends before it")
 
 
 def test_all_ranks_go_back_alike():

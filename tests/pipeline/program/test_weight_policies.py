@@ -54,7 +54,7 @@ def test_how_many_versions_a_stage_holds():
 def test_what_is_predicted():
     """2bw's and stale weights are; only where weights refresh is there anything ahead of a forward."""
     assert predicting(STALE) is STALE_PREDICTED and predicting(TWO_BW).predicts
-    with pytest.raises(ValueError, match=r"weights stash are not predicted: only those of 2bw and stale are"):
+    with pytest.raises(ValueError, match=r"weights stash are not predicted; use 2bw or stale"):
         predicting(STASH)
     for ahead in Ahead:
         assert WeightPolicy("mine", delay=None, refreshes=True, ahead=ahead).max_live_versions(0, 2) == 2

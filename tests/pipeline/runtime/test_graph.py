@@ -144,7 +144,7 @@ def test_an_input_that_nothing_depends_on_gets_zeros():
 
 def test_what_does_not_fit_together_is_refused():
     node = graph_cases.Node(SKIPS, 1)
-    with pytest.raises(ValueError, match=r"stage 1 has edges with stages \[0, 2, 3\], and tensors are said for \[0\]"):
+    with pytest.raises(ValueError, match=r"stage 1 has edges with stages \[0, 2, 3\], and tensors are given for \[0\]"):
         GraphModuleStage(node, index=1, graph=SKIPS.graph, edges={0: None}, versions=None)
     graph = Schedule.preset("flush", num_stages=3, rank_of_stage=(0, 0, 0), edges=(Edge(0, 1), Edge(0, 2), Edge(1, 2)))
     stages = [type("Chain", (), {"index": index})() for index in range(3)]

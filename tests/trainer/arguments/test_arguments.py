@@ -102,7 +102,7 @@ def test_values_that_follow():
         ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
         ("--pipeline-schedule interleaved", "", "needs several stages on each rank; add --num-virtual-stages-per-"),
         ("--num-virtual-stages-per-pipeline-rank 2", "", "buys nothing with --pipeline-model-parallel-size 1; raise"),
-        ("--microbatch-group-size-per-virtual-pipeline-stage 2", "", "says nothing where a rank has one stage; leave"),
+        ("--microbatch-group-size-per-virtual-pipeline-stage 2", "", "has no effect where a rank has one stage; leave"),
         ("--2bw-single-gradient-buffer", "", "needs --pipeline-schedule 2bw"),
         ("--overlap-param-gather", "", "needs --use-distributed-optimizer"),
         ("--min-lr 1", "", "--min-lr 1.0 is greater than --lr 0.001"),
@@ -138,7 +138,7 @@ def test_values_that_follow():
         (
             "--checkpoint-activations --recompute-granularity full",
             "",
-            "the old name of what --recompute-granularity say",
+            "the old form of --recompute-granularity",
         ),
         (
             "--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 1 --calculate-per-token-loss",
@@ -161,9 +161,9 @@ def test_values_that_follow():
         ("--fp16 --loss-scale 0", "", "--loss-scale 0.0 must be greater than 0; leave it out for a dynamic scale"),
         ("--fp16 --min-loss-scale 100 --initial-loss-scale 10", "", "--min-loss-scale 100.0 is greater than"),
         ("--pipeline-schedule pipedream --clip-grad 0", "", "pipedream (stash) updates after every microbatch"),
-        (f"{FREEZING} --freeze-rule gradients --freeze-schedule 1,2", "", "--freeze-schedule 1,2 has no say with"),
-        (f"{FREEZING} --freeze-alpha 0.5 --freeze-schedule 1,2", "", "--freeze-alpha has no say"),
-        (f"{FREEZING} --activation-cache-gib 2", "", "--activation-cache-gib 2.0 says something about a cache"),
+        (f"{FREEZING} --freeze-rule gradients --freeze-schedule 1,2", "", "--freeze-schedule 1,2 has no effect with"),
+        (f"{FREEZING} --freeze-alpha 0.5 --freeze-schedule 1,2", "", "--freeze-alpha has no effect"),
+        (f"{FREEZING} --activation-cache-gib 2", "", "--activation-cache-gib 2.0 is about an activation cache"),
         (f"{FREEZING} --activation-cache-use always", "", "add --activation-cache with its folder"),
     ],
 )

@@ -280,7 +280,7 @@ def test_receives_that_stand_ahead_have_their_room(virtual):
         ("--pipeline-moves host --pipeline-memory-limit 1 --pipeline-weights 2bw", "overlap, in which nothing moves"),
         (
             "--pipeline-moves host --pipeline-memory-limit 1 --num-experts 2 --moe-token-dispatcher-type alltoall",
-            "what experts save is of another size in each microbatch",
+            "activations of experts differ in size between microbatches",
         ),
         ("--pipeline-weights 2bw --2bw-single-gradient-buffer", "needs --pipeline-schedule 2bw"),
         ("--pipeline-weights 2bw --2bw-provisional stage", "auto says which weights each computation uses; leave"),

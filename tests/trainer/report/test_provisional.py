@@ -61,15 +61,15 @@ def same_weights(one: list[dict], other: list[dict]) -> bool:
 @pytest.mark.parametrize(
     ("world_size", "flags", "message"),
     [
-        (1, "--2bw-provisional-microbatches 2", "--2bw-provisional-microbatches 2 says nothing without"),
-        (1, "--2bw-provisional-reduce", "--2bw-provisional-reduce says nothing without predictions; add"),
+        (1, "--2bw-provisional-microbatches 2", "--2bw-provisional-microbatches 2 has no effect without"),
+        (1, "--2bw-provisional-reduce", "--2bw-provisional-reduce has no effect without predictions; add"),
         (1, "--2bw-provisional all", "--2bw-provisional: invalid choice: 'all'"),
         (1, f"{STAGE} --2bw-provisional-microbatches 2", "stage reads what each stage has done; leave out --2bw-prov"),
         (1, "--pipeline-schedule 2bw --2bw-provisional uniform", "needs --2bw-provisional-microbatches, from 0 to m-p"),
         (1, f"{UNIFORM} --2bw-provisional-microbatches -1", "--2bw-provisional-microbatches -1 must be at least 0"),
         (1, f"{FEEDBACK} --2bw-provisional-microbatches 2", "--2bw-error-feedback reads no gradients, and --2bw-prov"),
         (2, f"{FEEDBACK} --2bw-single-gradient-buffer", "and --2bw-single-gradient-buffer steps early; leave one"),
-        (1, f"{STAGE} --2bw-error-feedback", "--2bw-error-feedback and --2bw-provisional stage are two guesses of the"),
+        (1, f"{STAGE} --2bw-error-feedback", "--2bw-error-feedback and --2bw-provisional stage both estimate the"),
         (2, f"{FEEDBACK} --2bw-provisional-reduce", "has nothing to reduce where predictions read no gradients; leave"),
         (1, "--pipeline-schedule flush --2bw-error-feedback", "--2bw-error-feedback goes with the weights of"),
         (2, f"{STAGE} --2bw-provisional-reduce", "needs replicas, and this job has one; leave it out"),
@@ -177,7 +177,7 @@ def test_error_feedback_does_not_depend_on_the_stages(num_ranks, flags):
     """One process and p stages train to bit-equal losses, which are not 2bw's; and the run says what it does."""
     alone, found = (train_once(ranks, f"{UNTIED} {FEEDBACK} {flags}") for ranks in (1, num_ranks))
     assert losses(found) == losses(alone)
-    assert any("2bw with error feedback: a batch takes the last update once more" in each for each in found[0]["lines"])
+    assert any("2bw with error feedback: each batch uses the last update twice" in each for each in found[0]["lines"])
     if not flags:
         assert losses(alone) != losses(train_once(1, f"{UNTIED} --pipeline-schedule 2bw"))
 

@@ -156,7 +156,7 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --moe-aux-loss-coeff 1 2", "has 2 values and --moe-router-load-balancing-type 1; give"),
         (
             "--num-experts 4 --moe-router-num-groups 4 --moe-router-group-topk 1",
-            "as many experts in a group as a token",
+            "a group needs as many experts as a token",
         ),
         ("--num-experts 4 --moe-layer-freq [0,0,0,0]", "leaves no layer with experts; leave --num-experts out"),
         ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1", "none has no loss for"),
@@ -186,7 +186,7 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --elastic-pipeline", "layers with experts are not moved to another pipeline; leave it out"),
         (
             "--num-experts 4 --pipeline-model-parallel-size 4 --pipeline-schedule bpipe",
-            "is of another size in each microbatch, and cannot leave the device; add",
+            "differ in size between microbatches, so they cannot leave the device; add",
         ),
     ],
 )

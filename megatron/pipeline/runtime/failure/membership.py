@@ -313,9 +313,9 @@ class Membership(StoreThread):
             self._lookout.look_at(self._members.values())
             reasons = [self._why_lost(member) for member in self._members.values()]
             if reasons and set(reasons) == {HAS_LEFT}:
-                raise JobHasEnded(f"the job has ended before rank {self.rank} was taken in")
+                raise JobHasEnded(f"the job has ended before rank {self.rank} was admitted")
             if self._num_read and all(reasons):
-                raise OnThisRank(f"nobody is left of epoch {self._num_read - 1} to take rank {self.rank} in")
+                raise OnThisRank(f"no rank of epoch {self._num_read - 1} is left to admit rank {self.rank}")
 
     def _read(self, number: int) -> tuple[Epoch, tuple[Member, ...]]:
         return epoch_of(number, json.loads(self._store.get(f"epoch/{number}")))

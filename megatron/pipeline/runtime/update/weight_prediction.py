@@ -68,8 +68,8 @@ class WeightPredictor:
             )
         if rule is _momentum and not all(group["momentum"] for group in optimizer.param_groups):
             raise ValueError(
-                "SGD without momentum keeps nothing that says where its steps will go; give it a momentum, or do "
-                "without weight prediction"
+                "SGD without momentum keeps no mean of its gradients to predict from; give it a momentum, or leave "
+                "weight prediction out"
             )
         self._optimizer, self._scheduler, self._write_direction = optimizer, scheduler, rule
 

@@ -44,8 +44,8 @@ def _refusals(args: Arguments, size: int) -> Iterator[tuple[bool, str]]:
     longest = args.yarn_original_max_position_embeddings
     yield (
         args.architecture != "gpt",
-        ": it is for GPTs; as in Megatron-LM, each rank has whole sequences of a BERT or T5, whose tokens see "
-        "later ones, and of a classifier; leave it out",
+        ": it is for GPTs alone, as in Megatron-LM; a BERT, T5 or classifier needs whole sequences on each rank; "
+        "leave it out",
     )
     yield (
         args.seq_length % (2 * size) != 0,

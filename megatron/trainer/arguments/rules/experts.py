@@ -65,7 +65,7 @@ def moved_activations(args: Arguments) -> None:
     """Refuse to move saved activations whose sizes depend on a router's choices. Runs after the rules of schedules."""
     if args.num_experts is not None and args.moves_activations and not args.moe_pad_expert_input_to_capacity:
         raise ValueError(
-            "what experts save is of another size in each microbatch, and cannot leave the device; add "
+            "activations of experts differ in size between microbatches, so they cannot leave the device; add "
             "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity, or choose another schedule"
         )
 
@@ -103,8 +103,8 @@ def _router(args: Arguments) -> None:
     ):
         raise ValueError(
             f"--moe-router-num-groups {groups} has to divide --num-experts {count}, and --moe-router-group-topk "
-            f"{group_topk} to be at most the former and to divide --moe-router-topk {topk}, with as many experts in a "
-            "group as a token takes of it; change one of them"
+            f"{group_topk} to be at most the former and to divide --moe-router-topk {topk}, and a group needs as many "
+            "experts as a token takes from it; change one of them"
         )
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         raise ValueError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; add it")

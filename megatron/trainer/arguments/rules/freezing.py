@@ -60,14 +60,14 @@ def _without_effect(args: Arguments) -> None:
     """Raise ValueError for a flag that no code would read."""
     if args.freeze_schedule is not None and args.freeze_rule == "gradients":
         raise ValueError(
-            f"--freeze-schedule {args.freeze_schedule} has no say with --freeze-rule gradients; leave one of them out"
+            f"--freeze-schedule {args.freeze_schedule} has no effect with --freeze-rule gradients; leave out one"
         )
     if args.freeze_schedule is not None and "freeze_alpha" in args.given:
-        raise ValueError("--freeze-alpha has no say where --freeze-schedule is given; leave one of them out")
+        raise ValueError("--freeze-alpha has no effect with --freeze-schedule; leave one of them out")
     for name in ("activation_cache_gib", "activation_cache_use"):
         if name in args.given and args.activation_cache is None:
             raise ValueError(
-                f"{name_of(name)} {getattr(args, name)} says something about a cache, and there is none; add "
+                f"{name_of(name)} {getattr(args, name)} is about an activation cache, and there is none; add "
                 "--activation-cache with its folder, or leave this out"
             )
 
@@ -92,8 +92,8 @@ def _sizes(args: Arguments) -> tuple[int, ...]:
     for each in sizes:
         if not 1 <= each <= most or num_ranks % each:
             raise ValueError(
-                f"--elastic-schedule {text}: a pipeline of {counted(each, 'rank')} is none of {num_ranks} ranks that "
-                f"began with {most} in each; give divisors of {num_ranks} up to {most}"
+                f"--elastic-schedule {text}: a pipeline of {counted(each, 'rank')} does not fit {num_ranks} ranks that "
+                f"begin with {most} in each; give divisors of {num_ranks} up to {most}"
             )
     return sizes
 
@@ -133,7 +133,7 @@ def _embeddings_and_weights(args: Arguments, asked: str) -> None:
     v = args.virtual_pipeline_model_parallel_size
     if not args.untie_embeddings_and_output_weights:
         raise ValueError(
-            f"{asked} would freeze the head with the embedding that it is tied to, or part them; add "
+            f"{asked} would freeze the head with the embedding that it is tied to, or separate the two; add "
             "--untie-embeddings-and-output-weights"
         )
     for is_asked, what, why in (
@@ -210,7 +210,7 @@ def _lists_by_hand(args: Arguments) -> None:
         for batch in args.batch_sizes.all_sizes():
             if batch % (samples * num_ranks // size):
                 raise ValueError(
-                    f"behind interval {interval} --elastic-schedule and --elastic-micro-batch-size ask for "
+                    f"after interval {interval} --elastic-schedule and --elastic-micro-batch-size ask for "
                     f"{num_ranks // size} replicas that take {samples} samples at a time, which do not divide a batch "
                     f"of {batch}; give others, or batches of a multiple of {samples * num_ranks // size}"
                 )

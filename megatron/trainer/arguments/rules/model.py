@@ -238,9 +238,7 @@ def recompute(args: Arguments) -> None:
     if args.checkpoint_activations:
         names = ("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers")
         if newer := [name_of(name) for name in names if name in args.given]:
-            raise ValueError(
-                f"--checkpoint-activations is the old name of what {' and '.join(newer)} say; leave it out"
-            )
+            raise ValueError(f"--checkpoint-activations is the old form of {' and '.join(newer)}; leave it out")
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
     if args.recompute_activations:
         if args.recompute_granularity == "full":

@@ -20,7 +20,7 @@ from megatron.trainer.arguments.rules.stages import tied_stage
 # --- a program from a file --------------------------------------------------------------------------------------------
 
 _SAYS_ITSELF = {
-    "pipeline_schedule": "is what runs",
+    "pipeline_schedule": "takes its place",
     "num_layers_per_virtual_pipeline_stage": "says how many stages each rank has",
     "num_virtual_stages_per_pipeline_rank": "says how many stages each rank has",
     "microbatch_group_size_per_virtual_pipeline_stage": "says what each rank computes next",
@@ -275,7 +275,7 @@ def _stages_of_ranks(args: Arguments) -> None:
         )
     if v is None and group is not None:
         raise ValueError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} says nothing where a rank has one stage; "
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} has no effect where a rank has one stage; "
             "leave it out, or add --num-virtual-stages-per-pipeline-rank"
         )
 

@@ -182,7 +182,7 @@ def test_no_group_is_left(tmp_path):
             why = f"rank {with_whom}, with which it computes its layers, is lost"
             assert f"rank {rank} was declared lost ({why}), and no rank could continue\n" in job.output(rank)
         job.start(0)
-        assert job.hear(0) == "nobody is left of epoch 1 to take rank 0 in"
+        assert job.hear(0) == "no rank of epoch 1 is left to admit rank 0"
 
 
 def test_nobody_is_left_to_take_a_new_process_in(tmp_path):
@@ -194,7 +194,7 @@ def test_nobody_is_left_to_take_a_new_process_in(tmp_path):
         job.send(signal.SIGKILL, 1)
         assert not takes_in(job.store, timeout=10 * PATIENCE)  # their doors prove it before
         job.start(0)
-        assert job.hear(0) == "nobody is left of epoch 1 to take rank 0 in"
+        assert job.hear(0) == "no rank of epoch 1 is left to admit rank 0"
 
 
 def test_no_job_has_begun_or_its_host_is_cut_off():

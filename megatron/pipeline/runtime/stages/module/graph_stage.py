@@ -86,8 +86,8 @@ class GraphModuleStage(AnyModuleStage):
         )
         if set(edges) != {*sources, *targets}:
             raise ValueError(
-                f"stage {index} has edges with stages {sorted({*sources, *targets})}, and tensors are said for "
-                f"{sorted(edges)}; give those of each edge"
+                f"stage {index} has edges with stages {sorted({*sources, *targets})}, and tensors are given for "
+                f"{sorted(edges)}; give the tensors of each edge"
             )
         super().__init__(
             module, index=index, num_stages=graph.num_stages, versions=versions, has_loss=has_loss,
