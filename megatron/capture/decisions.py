@@ -106,7 +106,7 @@ def as_decided(truth: Tensor, line: str) -> None:
     """Check a decision for a batch. Raises ValueError if it differs from that for the capture's batch."""
     if not isinstance(truth, FakeTensor) and not truth.is_meta and not truth:
         raise ValueError(
-            f"this batch is decided otherwise than the batch of the capture [{line}], and a captured graph is the same "
+            f"this batch takes another branch than the captured batch [{line}], and a captured graph is the same "
             "for all batches; leave such rows out, or capture with a batch like it"
         )
 

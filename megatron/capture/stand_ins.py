@@ -188,7 +188,7 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
     if _other_generators() != drawn:
         raise OtherGeneratorError(
             f"{type(model).__name__} draws from Python's or numpy's generator in its forward, and a captured graph "
-            "would repeat what was drawn for ever; set apply_spec_augment to false and layerdrop to 0.0 in its "
+            "would repeat the drawn values forever; set apply_spec_augment to false and layerdrop to 0.0 in its "
             "configuration (config.json), where it has them, or draw with torch.nn.Dropout"
         )
 

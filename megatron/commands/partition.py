@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--max-stages-per-device", count, "N", "mixed tries L = P, 2P, ... NP stages; more stages balance better and "
          "are staler (default: %(default)s)", {"default": 3}),
         ("--milp", positive, "SECONDS", "improve the best by a mixed integer program"),
-        ("--seconds", positive, "N", "mixed ends after so many with what it has (default: it spends a tenth of what it "
-         "could save in three epochs of a MODEL at most)"),
+        ("--seconds", positive, "N", "mixed ends after so many with its best so far (default: a tenth of the time that "
+         "it could save in three epochs of a MODEL at most)"),
         ("--seed", int, None, "of the search (default: %(default)s)", {"default": 0}),
         ("--json", None, "", "end with the partition as one JSON line"),
         ("--output", Path, "FILE", "write the partition, JSON"),
@@ -129,7 +129,7 @@ def _run_graph(options: argparse.Namespace) -> int:
     for name in ("devices", "memory", "bandwidth", "task", "train_file", "validation_file"):
         if getattr(options, name) is not None:
             raise ValueError(
-                f"--{name} is of a MODEL, and --graph names its own machine and needs no data; leave it out"
+                f"--{name} is for a MODEL, and --graph names its own machine and needs no data; leave it out"
             )
     graph = read_graph(options.graph)
     if graph.unknown:

@@ -251,7 +251,7 @@ def _require_one_source(options: argparse.Namespace) -> None:
         ignored += ["batches"] * bool(options.batches and options.microbatches and len(options.microbatches) > 1)
     if ignored:
         source = "a CSV file" if options.schedule is None else "this preset"
-        options.parser.error(f"--{ignored[0].replace('_', '-')} says nothing about {source}; leave it out")
+        options.parser.error(f"--{ignored[0].replace('_', '-')} has no effect on {source}; leave it out")
 
 
 def _require_subject(options: argparse.Namespace) -> None:
@@ -264,11 +264,11 @@ def _require_subject(options: argparse.Namespace) -> None:
         error(f"--{flag} predicts the weights of 2bw, not of {options.schedule}; give --schedule 2bw, or leave it out")
     for name in _HOST:
         if getattr(options, name) and PRESETS[options.schedule].residency is None:
-            error(f"--{name.replace('_', '-')} says nothing about weights on the device; give --schedule l2l")
+            error(f"--{name.replace('_', '-')} has no effect on weights on the device; give --schedule l2l")
     if options.reduce_partial and not predicts(options):
-        error("--reduce-partial says nothing about a program without predictions; add --provisional")
+        error("--reduce-partial has no effect on a program without predictions; add --provisional")
     if options.reduce_partial and not options.data_parallel:
-        error("--reduce-partial says nothing about a program without replicas; add --data-parallel")
+        error("--reduce-partial has no effect on a program without replicas; add --data-parallel")
 
 
 def _require_effect(options: argparse.Namespace) -> None:
@@ -308,7 +308,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         ]
     for name, where in ignored:
         if getattr(options, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} says nothing about {where}")
+            parser.error(f"--{name.replace('_', '-')} has no effect on {where}")
 
 
 def _splits_backward(options: argparse.Namespace) -> bool:

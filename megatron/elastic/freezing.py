@@ -64,8 +64,8 @@ class ByGradients:
         assert self.num_layers >= 1
         if not 0.0 < self.alpha < 1.0:
             raise ValueError(
-                f"alpha {self.alpha:g} is no part of the layers that an interval may freeze; give a number between 0 "
-                "and 1, such as 0.33"
+                f"alpha {self.alpha:g} is not a share of the layers that an interval may freeze; give a number between "
+                "0 and 1, such as 0.33"
             )
 
     def decide(self, squared_norms: Sequence[float]) -> int:
@@ -110,7 +110,7 @@ class ByHand:
         for before, count in zip((0, *self.counts), self.counts, strict=False):
             if not before <= count < self.num_layers:
                 raise ValueError(
-                    f"{count} of {self.num_layers} layers cannot be frozen behind {before}: what is frozen stays so, "
+                    f"{count} of {self.num_layers} layers cannot be frozen after {before}: frozen layers stay frozen, "
                     f"and one layer has to be trained; give {before} to {self.num_layers - 1}"
                 )
 

@@ -73,9 +73,7 @@ def adapter_config(args: argparse.Namespace):
     known = BEGINNINGS if args.adapter_name_or_path is None else BEGUN
     config, wanted = written_config(Path(source), known), TASK_TYPES.get(args.task)
     if config.task_type not in (None, wanted):
-        raise ValueError(
-            f"{source} has task_type {config.task_type}, and --task {args.task} is {wanted}; give one of both"
-        )
+        raise ValueError(f"{source} has task_type {config.task_type}, and --task {args.task} is {wanted}; change one")
     return config
 
 

@@ -96,21 +96,19 @@ def validate(args: argparse.Namespace) -> None:
             "replicas have each a part; leave one out, or give --weight_prediction or --gap_aware"
         )
     if args.weight_prediction and args.optim == "adafactor":
-        raise ValueError(
-            "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
-        )
+        raise ValueError("--weight_prediction predicts steps of sgd, adam and adamw, not of adafactor; leave one out")
     settle_precision(args)
     validate_adapter(args)
     _settle_loss_scale(args)
     if args.weight_prediction and args.bf16:
         raise ValueError(
             "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
-            "leave one out, or give --gap_aware or --provisional_steps, which know masters"
+            "leave one out, or give --gap_aware or --provisional_steps, which support masters"
         )
     size = args.per_device_train_batch_size
     if args.per_device_eval_batch_size not in (None, size):
         raise ValueError(
-            f"--per_device_eval_batch_size {args.per_device_eval_batch_size} is another than that of training, {size}, "
+            f"--per_device_eval_batch_size {args.per_device_eval_batch_size} differs from that of training, {size}, "
             "and stages exchange tensors of one shape; leave it out"
         )
     if not (args.do_train or args.do_eval or args.dry_run):

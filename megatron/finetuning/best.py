@@ -48,7 +48,7 @@ def settle(args: argparse.Namespace) -> None:
     if asked is None:
         for name in ("metric_for_best_model", "greater_is_better", "early_stopping_threshold"):
             if getattr(args, name) is not None:
-                args.notes.append(f"--{name} means nothing without --load_best_model_at_end, --save_strategy best or "
+                args.notes.append(f"--{name} has no effect without --load_best_model_at_end, --save_strategy best or "
                                   "--early_stopping_patience")  # fmt: skip
         return
     if args.eval_strategy == "no":

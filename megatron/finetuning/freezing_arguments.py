@@ -64,7 +64,7 @@ def settle(args: argparse.Namespace) -> None:
         )
     if args.freeze_schedule is not None:
         if args.freeze_alpha is not None:
-            raise ValueError("--freeze_alpha has no say where --freeze_schedule is given; leave one of them out")
+            raise ValueError("--freeze_alpha has no effect with --freeze_schedule; leave one of them out")
         try:
             args.freeze_counts = tuple(map(int, args.freeze_schedule.split(",")))
         except ValueError:

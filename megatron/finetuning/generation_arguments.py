@@ -41,7 +41,7 @@ def validate_generation(args: argparse.Namespace) -> None:
         return
     if args.task not in GENERATES:
         remedy = "give --task chat with prompts and completions" if args.task == "causal-lm" else "leave it out"
-        raise ValueError(f"--predict_with_generate needs prompts, which --task {args.task} has not; {remedy}")
+        raise ValueError(f"--predict_with_generate needs prompts, and --task {args.task} has none; {remedy}")
     if not (args.do_eval or args.dry_run):
         raise ValueError("--predict_with_generate is for evaluations; give --validation_file and --do_eval")
     if args.num_beams not in (None, 1):

@@ -278,7 +278,7 @@ def schedule_of(
     frozen = [stage for stage in range(num_stages) if graph.is_forward_only(stage)]
     if frozen and not may_freeze:
         raise ValueError(
-            f"each stage needs a backward, and before all that is trained lies stage {' '.join(map(str, frozen))}; "
+            f"each stage needs a backward, and no parameter is trained up to stage {max(frozen)}; "
             "make a partition with fewer stages, or train something in each, as with --target_modules all-linear"
         )
     num_frozen = len(frozen)
@@ -294,8 +294,8 @@ def schedule_of(
         for name, stages in tied.items():
             if len(tied) > 1 or tuple(stages) != (0, num_stages - 1):
                 raise ValueError(
-                    f"stages {' and '.join(map(str, stages))} share {name}, and under l2l the first and the last stage "
-                    "alone may share a parameter, and one; choose another --pipeline_schedule"
+                    f"stages {' and '.join(map(str, stages))} share {name}, and under l2l only the first and the last "
+                    "stage may share a parameter, and only one; choose another --pipeline_schedule"
                 )
         return Schedule.preset(
             "l2l", num_stages=num_stages, num_virtual_stages=num_stages // num_ranks, residency=residency,

@@ -49,7 +49,7 @@ def test_batches_that_are_decided_alike_are_equal_and_others_are_refused():
     large = {**_batch(3), "labels": torch.full((3,), 7)}
     for batch, line in ((_batch(3, mask=1), "if not .mask == 1"), (large, "if labels.max")):
         with pytest.raises(
-            ValueError, match=rf"decided otherwise than .*\[test_decisions.py:[0-9]+: {line}.*leave such"
+            ValueError, match=rf"takes another branch than .*\[test_decisions.py:[0-9]+: {line}.*leave such"
         ):
             train_in_turn(stages, StageData(batch))
 

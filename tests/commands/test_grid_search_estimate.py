@@ -270,7 +270,7 @@ def test_validate(run, entries, feasibility):
 def test_calibrate_warns_where_nothing_fits(run, tmp_path):
     """Runs that contradict each other, and a processor that is faster than its data sheet."""
     path, output = tmp_path / "odd.json", tmp_path / "odd_fit.json"
-    for mfu, names in (((0.4, 0.05), ("off in the mean",)), ((0.95, 0.95), ("product_efficiency is at its limit",))):
+    for mfu, names in (((0.4, 0.05), ("off on average",)), ((0.95, 0.95), ("product_efficiency is at its limit",))):
         runs = [
             entry | {"measured": {"mfu": mfu[index % 2]}} for index, entry in enumerate(measured.BPIPE_TABLE_7)
         ]  # fmt: skip

@@ -559,4 +559,4 @@ def test_sizes_of_shared_ranks_are_searched(run):
 
 def test_other_predictions_know_no_shared_ranks(run):
     status, _, err = run(*SHARED, "--context-parallel-sizes", "1,2", "--predict-from", "profile.json")
-    assert status == 1 and "--predict-from knows neither context parallelism nor experts; leave" in err
+    assert status == 1 and "--predict-from supports neither context parallelism nor experts; leave" in err

@@ -50,8 +50,8 @@ def test_refusals(run, made, tmp_path):
     for argv, sentence in (
         (("--output", tmp_path), "is a folder; name a file in it"),
         (("--picture", tmp_path / "p.xyz"), "p.xyz is no image that can be written; end its name in"),
-        (("--devices", 4), "--devices is of a MODEL, and --graph names its own machine"),
-        (("--memory", "1GiB"), "--memory is of a MODEL"),
+        (("--devices", 4), "--devices is for a MODEL, and --graph names its own machine"),
+        (("--memory", "1GiB"), "--memory is for a MODEL"),
     ):
         status, _, err = run("--graph", path, *argv)
         assert status == 1 and sentence in err

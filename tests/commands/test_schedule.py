@@ -201,11 +201,11 @@ def test_binary_and_missing_files(run, tmp_path):
     [
         ("check", "name either a CSV file or a --schedule"),
         ("check a.csv --schedule 2bw", "name either a CSV file or a --schedule"),
-        ("check a.csv --recompute", "--recompute says nothing about a CSV file"),
-        ("check a.csv --stages 4", "--stages says nothing about a CSV file"),
-        ("check --schedule 2bw --weights flush", "--weights says nothing about this preset"),
-        ("check --schedule 2bw --tensor 2", "--tensor says nothing about the program; add --hardware-qu"),
-        ("check --schedule 2bw --microbatches 4,8 --batches 2", "--batches says nothing"),
+        ("check a.csv --recompute", "--recompute has no effect on a CSV file"),
+        ("check a.csv --stages 4", "--stages has no effect on a CSV file"),
+        ("check --schedule 2bw --weights flush", "--weights has no effect on this preset"),
+        ("check --schedule 2bw --tensor 2", "--tensor has no effect on the program; add --hardware-qu"),
+        ("check --schedule 2bw --microbatches 4,8 --batches 2", "--batches has no effect"),
         ("check --schedule 2bw --microbatches 4,x", "'x' is no positive whole number"),
         ("check --schedule 2bw --stages 0", "'0' is no positive whole number"),
         ("check --schedule 3bw", "invalid choice: '3bw'"),
@@ -213,17 +213,17 @@ def test_binary_and_missing_files(run, tmp_path):
         ("draw --schedule 2bw --latency inf", "'inf' is no finite number"),
         ("draw --schedule 2bw --width 0", "'0' is no finite number above 0"),
         ("draw --schedule 2bw", "draw needs --output FILE.png (or .svg), or --text"),
-        ("draw --schedule 2bw --text --lanes", "--lanes says nothing about text; add --output FILE"),
-        ("draw --schedule 2bw --text --no-saved", "--saved says nothing about text; add --output FILE"),
-        ("draw --schedule 2bw --output x.png --columns 9", "--columns says nothing about a picture"),
-        ("show --schedule 2bw --evict 1", "--evict says nothing about the rows; add --timeline"),
+        ("draw --schedule 2bw --text --lanes", "--lanes has no effect on text; add --output FILE"),
+        ("draw --schedule 2bw --text --no-saved", "--saved has no effect on text; add --output FILE"),
+        ("draw --schedule 2bw --output x.png --columns 9", "--columns has no effect on a picture"),
+        ("show --schedule 2bw --evict 1", "--evict has no effect on the rows; add --timeline"),
         (
             "simulate --schedule flush --reduce-grad 1",
-            "--reduce-grad says nothing about a program without it; add --data-parallel",
+            "--reduce-grad has no effect on a program without it; add --data-parallel",
         ),
         ("draw --schedule 2bw --text --recompute-time 2", "without it; add --recompute"),
         ("simulate --schedule 2bw --reduce-embed 1", "without it; add --tied-embeddings"),
-        ("simulate --schedule 2bw --load 1", "--load says nothing about a program without it; add --bal"),
+        ("simulate --schedule 2bw --load 1", "--load has no effect on a program without it; add --bal"),
         (
             "check --schedule flush --provisional",
             "--provisional predicts the weights of 2bw, not of flush; give --schedule 2bw, or leave it out",
@@ -236,22 +236,22 @@ def test_binary_and_missing_files(run, tmp_path):
             "check --schedule 2bw --provisional --provisional-microbatches 1",
             "argument --provisional-microbatches: not allowed with argument --provisional",
         ),
-        ("check a.csv --provisional", "--provisional says nothing about a CSV file"),
-        ("check a.csv --reduce-partial", "--reduce-partial says nothing about a CSV file"),
+        ("check a.csv --provisional", "--provisional has no effect on a CSV file"),
+        ("check a.csv --reduce-partial", "--reduce-partial has no effect on a CSV file"),
         (
             "check --schedule 2bw --reduce-partial --data-parallel",
-            "--reduce-partial says nothing about a program without predictions; add --provisional",
+            "--reduce-partial has no effect on a program without predictions; add --provisional",
         ),
         (
             "check --schedule 2bw --reduce-partial --provisional",
-            "--reduce-partial says nothing about a program without replicas; add --data-parallel",
+            "--reduce-partial has no effect on a program without replicas; add --data-parallel",
         ),
-        ("simulate --schedule 2bw --predict 1", "--predict says nothing about a program without it; add --provisional"),
+        ("simulate --schedule 2bw --predict 1", "--predict has no effect on a program without it; add --provisional"),
         (
             "simulate --schedule 2bw --provisional --hold 1",
-            "--hold says nothing about a program without it; add --provisional-microbatches",
+            "--hold has no effect on a program without it; add --provisional-microbatches",
         ),
-        ("show --schedule 2bw --csv - --one-based", "--one-based says nothing about the rows"),
+        ("show --schedule 2bw --csv - --one-based", "--one-based has no effect on the rows"),
     ],
 )
 def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
@@ -389,7 +389,7 @@ def test_check_says_whether_a_run_could_train_with_a_file(run, tmp_path):
     assert status == 0 and "fill, period     1 batch, 2 batches" in out
     assert f"sha256           {read_schedule(path).sha256}" in out and "of them added" in out
     status, out, _ = run("check", written(tmp_path, build(batches=(4, 6)).to_csv()))
-    assert status == 0 and "no run can train with it: rank 0, position" in out and "are not alike" in out
+    assert status == 0 and "no run can train with it: rank 0, position" in out and "differ in size" in out
     status, out, _ = run("check", written(tmp_path, build(batches=(4, 4)).to_csv()))
     assert status == 0 and "0 batches, 2 batches, and drains with each" in out
 
@@ -405,6 +405,6 @@ def test_files_for_a_job(run, tmp_path):
     assert run("show", written(tmp_path, TORCH), "--complete", "--csv", whole)[0] == 0
     assert Program.from_csv(whole.read_text()) == read_schedule(tmp_path / "program.csv").program
     status, _, err = run("show", *TWO_BW, "--data", "4")
-    assert status == 2 and "--data says nothing about the rows; add --csv FILE" in err
+    assert status == 2 and "--data has no effect on the rows; add --csv FILE" in err
     status, _, err = run("show", *TWO_BW, "--complete")
     assert status == 2 and "--complete" in err

@@ -88,4 +88,4 @@ def test_refusals(more: list[str], word: str, capsys):
 def test_batches_are_any_number(capsys):
     with pytest.raises(SystemExit):
         main([*JOB, "--batches", "2"])
-    assert "--batches says nothing about any number of batches" in capsys.readouterr().err
+    assert "--batches has no effect on any number of batches" in capsys.readouterr().err

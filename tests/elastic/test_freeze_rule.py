@@ -63,11 +63,11 @@ def test_by_hand():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: ByGradients(4, 1.0), "alpha 1 is no part of the layers"),
+        (lambda: ByGradients(4, 1.0), "alpha 1 is not a share of the layers"),
         (lambda: ByGradients(4, 0.0), "give a number between 0 and 1"),
         (lambda: ByHand(4, ()), "a schedule of frozen layers needs a number"),
-        (lambda: ByHand(4, (0, 4)), "4 of 4 layers cannot be frozen behind 0: .* give 0 to 3"),
-        (lambda: ByHand(4, (2, 1)), "1 of 4 layers cannot be frozen behind 2"),
+        (lambda: ByHand(4, (0, 4)), "4 of 4 layers cannot be frozen after 0: .* give 0 to 3"),
+        (lambda: ByHand(4, (2, 1)), "1 of 4 layers cannot be frozen after 2"),
         (lambda: ByGradients(4, 0.5).decide([1.0]), "1 norms are given for 4 layers"),
     ],
 )

@@ -34,7 +34,7 @@ def test_clipping_follows_the_schedule():
         ("--provisional_steps --weight_prediction", "--weight_prediction has others; leave one out"),
         ("--provisional_steps --gap_aware", "--gap_aware has others; leave one out"),
         ("--provisional_steps", "with --gradient_accumulation_steps 1 each is stepped at once; give 2 or more"),
-        ("--weight_prediction --optim adafactor", "and not of adafactor"),
+        ("--weight_prediction --optim adafactor", "steps of sgd, adam and adamw, not of adafactor"),
         ("--per_device_eval_batch_size 3", "stages exchange tensors of one shape"),
         ("--do_eval", "--do_eval needs --validation_file"),
         ("--devices 4", "--devices 4 is for --dry_run"),

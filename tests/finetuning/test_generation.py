@@ -265,7 +265,7 @@ def test_metrics_of_texts():
         (
             "causal-lm",
             "--predict_with_generate",
-            "needs prompts, which --task causal-lm has not; give --task chat with",
+            "needs prompts, and --task causal-lm has none; give --task chat with",
         ),
         ("chat", "--predict_with_generate --do_train", "--predict_with_generate is for evaluations"),
         ("chat", "--predict_with_generate --num_beams 4", "--num_beams 4 searches, and evaluations take"),

@@ -70,7 +70,7 @@ def doubts(fit: ConstantsFit) -> Iterator[str]:
     """The reasons to doubt a fit, one sentence each."""
     if fit.mean_error > _MUCH:
         yield (
-            f"even runs that are called explained are {100 * fit.mean_error:.0f}% off in the mean: the time model does "
+            f"even the explained runs are {100 * fit.mean_error:.0f}% off on average: the time model does "
             "not describe them; measure on a quieter machine, or larger models, or predict from the profile itself "
             "(search --predict-from)"
         )

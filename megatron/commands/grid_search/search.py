@@ -81,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_arguments(parser)
     add_flags(
         parser,
-        ("--auto", positive, "SECONDS", "search so long for programs, too, that are faster than the named schedules of "
-         "the best configurations: docs/synthesis.md"),
-        ("--auto-moves", str, None, "with --auto: where saved activations of such programs may wait for which a device "
-         "has no room (default: %(default)s)", {"choices": ("none", "host", "pair", "best"), "default": "none"}),
+        ("--auto", positive, "SECONDS", "search so long for programs that are faster than the best named schedules "
+         "(docs/synthesis.md)"),
+        ("--auto-moves", str, None, "with --auto: where saved activations may wait if a device has no room for them "
+         "(default: %(default)s)", {"choices": ("none", "host", "pair", "best"), "default": "none"}),
     )  # fmt: skip
     add_flags(
         parser.add_argument_group("output"),
@@ -209,7 +209,7 @@ def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
 def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
     """Raise ValueError if a profile has to predict shared sequences or experts."""
     if options.predict_from and (space.context != (1,) or job.has_experts):
-        raise ValueError("--predict-from knows neither context parallelism nor experts; leave it, or these, out")
+        raise ValueError("--predict-from supports neither context parallelism nor experts; leave it, or these, out")
 
 
 def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
@@ -219,7 +219,7 @@ def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
     """
     shape = job.shape(tensor)
     if profile is not None and shape.further is not None:
-        raise ValueError("--predict-from knows no layers of multi-token prediction; leave it, or --mtp-num-layers, out")
+        raise ValueError("--predict-from has no multi-token prediction; leave it, or --mtp-num-layers, out")
     if profile is None or job.vocab_size not in (None, vocab_size_of(profile)):
         return shape
     rows = shape_of(profile, num_layers=shape.num_layers, tensor=tensor).vocabulary_size

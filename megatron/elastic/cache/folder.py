@@ -62,7 +62,7 @@ class CacheFolder:
             self.close()
             raise
         if self.most_bytes != most_bytes:
-            warn("limit", f"the cache in {root} is in use with a limit of {self.most_bytes} bytes, which stays")
+            warn("limit", f"the cache in {root} is in use with a limit of {self.most_bytes} bytes, which is kept")
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:

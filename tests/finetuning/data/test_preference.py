@@ -119,7 +119,7 @@ def test_what_is_no_pair_is_refused(folder, sample, words, template, sentence):
         ("--validation_file v.jsonl --do_eval", "--do_eval alone with --task dpo compares a model with itself"),
         ("--packing", "--packing puts several samples into a row for --task chat"),
         ("--train_on_prompt", "--train_on_prompt is for --task chat, image-text-to-text, and --task is dpo"),
-        ("--validation_file v.jsonl --predict_with_generate", "needs prompts, which --task dpo has not; leave it out"),
+        ("--validation_file v.jsonl --predict_with_generate", "needs prompts, and --task dpo has none; leave it out"),
         ("--dpo_beta 0", "0 is no number from 1e-06 on"),
         ("--dpo_label_smoothing 0.6", "0.6 is no number from 0 to 0.5"),
     ],

@@ -117,7 +117,7 @@ def test_what_cannot_be_predicted_is_refused():
     weights = [torch.zeros(2, 2, requires_grad=True)]
     with pytest.raises(ValueError, match="Adafactor is not predicted: it keeps no mean of its gradients"):
         WeightPredictor(Adafactor(weights))
-    with pytest.raises(ValueError, match="SGD without momentum keeps nothing"):
+    with pytest.raises(ValueError, match="SGD without momentum keeps no mean"):
         WeightPredictor(SGD(weights, lr=0.1))
 
 
