@@ -143,7 +143,7 @@ def test_two_versions_need_a_format_that_has_room_for_them():
         ("--pipeline-program absent.csv", "--pipeline-program absent.csv cannot be read .*; give a CSV file"),
         ("--pipeline-schedule flush --2bw-provisional stage", "--2bw-provisional stage goes with .* 2bw, not flush"),
         ("--pipeline-schedule 2bw --2bw-provisional uniform", "uniform needs --2bw-provisional-microbatches"),
-        ("--pipeline-schedule 2bw --2bw-provisional-reduce", "--2bw-provisional-reduce says nothing without"),
+        ("--pipeline-schedule 2bw --2bw-provisional-reduce", "--2bw-provisional-reduce has no effect without"),
     ],
 )
 def test_choices_that_do_not_go_together(flags, sentence):

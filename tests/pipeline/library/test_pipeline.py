@@ -377,7 +377,7 @@ REFUSALS = {
     "triple": "a batch of 3 parts is not (inputs, targets)",
     "broken_module": "stage 0 cannot compute a microbatch",
     "different_numbers": "num_microbatches is",
-    "uneven_modules": "the ranks bring [2, 1] modules",
+    "uneven_modules": "the ranks give [2, 1] modules",
     "no_optimizer": "no optimizer today",
     "of_another_rank": "was saved with stages",
     "of_another_rule": "was saved with weights 2bw-provisional, error feedback, and this rank has 2bw-provisional",
