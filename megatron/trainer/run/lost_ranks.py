@@ -43,7 +43,12 @@ from megatron.pipeline.runtime.contract.meetings import forget_names
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
+from megatron.pipeline.runtime.failure.connections import (
+    break_connections,
+    interrupt_waits,
+    leave_behind,
+    open_connections,
+)
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
@@ -104,6 +109,7 @@ class LostRanks:
             group_size=self._place_size,
         )  # fmt: skip
         self._kept = open_connections()  # the store's connections, over which the ranks agree
+        interrupt_waits()
         self.has_state = not is_new  # whether weights, optimizer and position are the job's
         self._shards = LostShards(args, rank, is_new=not self.has_state) if args.use_distributed_optimizer else None
         self.proved = ProvedLosses(args, self.membership)
@@ -283,6 +289,7 @@ class LostRanks:
             stage.abandon()
         run.deferred_bytes.add(-run.deferred_bytes.now)
         if dist.is_initialized():
+            leave_behind(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
         forget_devices()
         return reports
