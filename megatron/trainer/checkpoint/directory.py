@@ -21,10 +21,11 @@ import json
 import os
 import re
 import shutil
+import threading
 import uuid
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -246,7 +247,7 @@ def recover(root: Path | str) -> None:
         return
     for entry in list(root.iterdir()):
         if _LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            discard(entry)  # a process that is taken for lost may still write there; then a later call removes the rest
         elif match := _REPLACED.fullmatch(entry.name):
             path = iteration_directory(root, int(match[1]))
             if path.exists():
@@ -283,6 +284,65 @@ def commit(root: Path | str, staging: Path, iteration: int | None = None) -> Pat
     if replaced.exists():
         shutil.rmtree(replaced)
     return final
+
+
+@dataclass
+class BegunSave:
+    """A save that has begun: one thread may commit it while another one abandons it.
+
+    Attributes:
+        inode: the number of the staging directory in its file system, which a rename preserves.
+        is_complete: whether this rank knows that the checkpoint is durable and the latest. It stays as it is once the
+            save is abandoned.
+        thread, failure: the background thread, and the error with which writing ended.
+    """
+
+    iteration: int
+    staging: Path
+    inode: int
+    is_complete: bool = False
+    thread: threading.Thread | None = None
+    failure: Exception | None = None
+    _is_abandoned: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def require(self) -> None:
+        """Raise RuntimeError if the save is abandoned."""
+        if self._is_abandoned:
+            raise RuntimeError(f"the save of iteration {self.iteration} is abandoned")
+
+    def abandon(self) -> None:
+        """Let the save be committed no more; wait for a commit that has begun."""
+        with self._lock:
+            self._is_abandoned = True
+
+    def commit(self, root: Path, check: Callable[[], None]) -> Path:
+        """Call `check`, then commit as the function `commit` does. Raises RuntimeError if the save is abandoned."""
+        with self._lock:
+            self.require()
+            check()
+            path = commit(root, self.staging, self.iteration)
+            self.is_complete = True
+            return path
+
+    def note_complete(self) -> None:
+        """Note that rank 0 has committed the save."""
+        with self._lock:
+            self.is_complete |= not self._is_abandoned
+
+
+def finish_commit(root: Path | str, iteration: int, inode: int) -> bool:
+    """Whether the directory that had this inode as staging directory has become the checkpoint of `iteration`.
+
+    If the process that called `commit` was killed behind the rename, the checkpoint is made the latest one now.
+    """
+    final = iteration_directory(root, iteration)
+    if not final.is_dir() or final.stat().st_ino != inode:
+        return False
+    if read_tracker(root) != iteration:
+        sync_directory(Path(root))
+        _write_tracker(Path(root), iteration)
+    return True
 
 
 def discard(staging: Path) -> None:

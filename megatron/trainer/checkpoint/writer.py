@@ -8,6 +8,10 @@ Solution: megatron.core plans the files of each rank and their format. This modu
 thread, or for an asynchronous save in one background thread, from a copy of the tensors. Then every rank reports its
 files with checksums, or its error, to rank 0 over a separate gloo group. Rank 0 adds the index and makes the checkpoint
 visible, and all ranks learn the outcome.
+
+If a rank is lost meanwhile, the others abandon the save (`abandon`). A lock makes rank 0 either commit before that or
+never, so a thread that still runs cannot replace a later checkpoint. If rank 0 is the lost rank, the next owner of the
+directory finds out there whether the commit was made (`completes`).
 """
 
 import os
@@ -33,10 +37,11 @@ from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_g
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.directory import (
     COMMON_FILE,
+    BegunSave,
     begin,
     checksum,
-    commit,
     discard,
+    finish_commit,
     read_tracker,
     write_manifest,
 )
@@ -47,7 +52,7 @@ from megatron.trainer.checkpoint.state import without_copies
 _OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
 
 _OWNER_PATIENCE = PATIENCE + 15.0  # seconds that a lost process may still live
-_BETWEEN_LOOKS = 0.2  # seconds between two checks of the mark of a process that may be dead
+_BETWEEN_LOOKS = 0.2  # seconds between two checks of the mark of a process that may be dead, and of `interrupted`
 
 # Bytes that torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
@@ -71,13 +76,22 @@ class CheckpointWriter:
 
     Args:
         owner_mark: on rank 0, this job's mark on `root`; nothing is written unless the mark is valid.
+
+    Attributes:
+        has_saved: whether this job is known to have saved a checkpoint.
+        broken_off: iteration, and inode of the staging directory, of an abandoned save of which this rank does not know
+            whether it is complete; None if there is none. The caller resets it.
+        interrupted: whether waits for a background thread end with RuntimeError, since a rank is lost.
     """
 
     def __init__(self, root: Path | str, *, owner_mark: OwnerMark | None = None):
         self.root = Path(root)
+        self.has_saved = False
+        self.broken_off: tuple[int, int] | None = None
+        self.interrupted: Callable[[], bool] = lambda: False
         self._owner_mark = owner_mark
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._save: BegunSave | None = None
+        self._abandoned: list[threading.Thread] = []  # they may still write files
 
     def write(
         self,
@@ -105,32 +119,67 @@ class CheckpointWriter:
                 checkpoints are unchanged.
         """
         self.finish()
+        if asynchronous:
+            while self._abandoned:
+                self._wait_for(self._abandoned[-1])
+                self._abandoned.pop()
+            agree(None)  # no rank writes files of an abandoned save any more, which rank 0 removes now
         try:
-            staging = Path(on_rank_zero(lambda: str(self._begin(iteration))))
+            staging, inode = on_rank_zero(lambda: self._begin(iteration))
         except CheckpointError as error:
             raise CheckpointError(self._describe(iteration, str(error))) from error
+        self._save = save = BegunSave(iteration, Path(staging), inode)
         try:
-            strategy = self._plan(state, staging, content_metadata, fully_parallel)
+            strategy = self._plan(state, save.staging, content_metadata, fully_parallel)
             self._require_space(strategy.file_writer.write_buckets)
         except CheckpointError as error:
+            self._save = None
             if dist.get_rank() == 0:
-                discard(staging)
+                discard(save.staging)
             raise CheckpointError(self._describe(iteration, str(error))) from error
         buckets = _on_host(strategy.file_writer.write_buckets, copy=asynchronous)
         strategy.file_writer.write_buckets = []
-        if not asynchronous:
-            self._write_and_commit(strategy, buckets, staging, iteration, on_saved)
-            return
-        control_group()  # made here: the background thread must not create groups
+        group = control_group()  # the background thread must not make groups, nor use those of other ranks later
 
-        def in_background() -> None:
+        def write() -> None:
             try:
-                self._write_and_commit(strategy, buckets, staging, iteration, on_saved)
+                self._write_and_commit(save, group, strategy, buckets, on_saved)
             except Exception as error:
-                self._failure = error
+                save.failure = error
 
-        self._thread = threading.Thread(target=in_background, name="checkpoint", daemon=True)
-        self._thread.start()
+        if asynchronous:
+            save.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            save.thread.start()
+        else:
+            write()
+            self._conclude(save)
+
+    def abandon(self) -> None:
+        """Give up the save that has begun, if any, since a rank is lost. Not collective.
+
+        If this is rank 0, the checkpoint is complete when this returns, or never will be. A background thread may write
+        its files to the end, for which the next asynchronous save waits; its error is ignored.
+        """
+        save, self._save = self._save, None
+        if save is None:
+            return
+        save.abandon()
+        if save.thread is not None:
+            self._abandoned.append(save.thread)
+        self.has_saved |= save.is_complete
+        if not save.is_complete:
+            self.broken_off = save.iteration, save.inode
+
+    def completes(self, iteration: int, inode: int) -> bool:
+        """Whether a save that all ranks have abandoned has made its checkpoint. Called on rank 0, the owner.
+
+        If the process that committed it was killed in between, the commit is finished. The arguments are those of
+        `broken_off`. Raises CheckpointError if the directory cannot be read or written.
+        """
+        try:
+            return finish_commit(self.root, iteration, inode)
+        except OSError as error:
+            raise CheckpointError(self._describe(iteration, str(error))) from error
 
     def own(self) -> None:
         """Make this process, the new rank 0, the owner of the directory.
@@ -157,25 +206,43 @@ class CheckpointWriter:
             mark.release()
 
     def finish(self) -> None:
-        """Wait for an asynchronous save and raise its CheckpointError; a no-op if there is none. Not collective."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Wait for an asynchronous save and raise its error; a no-op if there is none. Not collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write.
+            RuntimeError: a rank is lost, and the save is to be abandoned.
+        """
+        if self._save is not None and self._save.thread is not None:
+            self._wait_for(self._save.thread)
+            self._conclude(self._save)
+
+    def _conclude(self, save: BegunSave) -> None:
+        self.has_saved |= save.is_complete
+        if save.failure is None or isinstance(save.failure, CheckpointError):
+            self._save = None
+        if save.failure is not None:
+            raise save.failure
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        while thread.is_alive():
+            thread.join(_BETWEEN_LOOKS)
+            if self.interrupted() and thread.is_alive():
+                raise RuntimeError("a rank was lost while this one waited for the files of a checkpoint")
 
     def close(self) -> None:
         """Wait as `finish` does, and release the directory. Not collective."""
         try:
             self.finish()
+            for thread in self._abandoned:
+                thread.join()
         finally:
             if self._owner_mark is not None:
                 self._owner_mark.release()
 
-    def _begin(self, iteration: int) -> Path:
+    def _begin(self, iteration: int) -> tuple[str, int]:
         self._require_mark()
-        return begin(self.root, iteration)
+        staging = begin(self.root, iteration)
+        return str(staging), staging.stat().st_ino
 
     def _require_mark(self) -> None:
         if self._owner_mark is not None:
@@ -210,37 +277,39 @@ class CheckpointWriter:
 
     def _write_and_commit(
         self,
+        save: BegunSave,
+        group: dist.ProcessGroup,
         strategy: _PlanningStrategy,
         buckets: list,
-        staging: Path,
-        iteration: int,
         on_saved: Callable[[Path], None] | None,
     ) -> None:
         try:
-            report = _write_files(strategy.file_writer, buckets)
+            report = _write_files(strategy.file_writer, buckets, save)
         except Exception as error:
             report = error
-        group, rank = control_group(), dist.get_rank()
-        reports: list | None = [None] * dist.get_world_size() if rank == 0 else None
+        save.require()
+        rank = group.rank()
+        reports: list | None = [None] * group.size() if rank == 0 else None
         dist.gather_object(_picklable(report), reports, dst=0, group=group)
         verdict: list[str | None] = [None]
         if rank == 0:
             problems = [f"rank {number}: {entry}" for number, entry in enumerate(reports) if isinstance(entry, str)]
             try:
                 if not problems:
-                    _write_index(strategy, staging, reports)
-                    self._require_mark()
-                    path = commit(self.root, staging, iteration)
+                    _write_index(strategy, save.staging, reports)
+                    path = save.commit(self.root, self._require_mark)
             except Exception as error:
+                save.require()
                 problems.append(f"rank 0: {error}")
             if problems:
-                verdict[0] = self._describe(iteration, "; ".join(problems[:4]))
-                discard(staging)
+                verdict[0] = self._describe(save.iteration, "; ".join(problems[:4]))
+                discard(save.staging)
             elif on_saved is not None:
                 on_saved(path)
         dist.broadcast_object_list(verdict, src=0, group=group)
         if verdict[0] is not None:
             raise CheckpointError(verdict[0]) from (report if isinstance(report, Exception) else None)
+        save.note_complete()
 
     def _describe(self, iteration: int, reason: str) -> str:
         try:
@@ -270,11 +339,12 @@ def _without_arguments(common_state: dict) -> dict:
     return {name: value for name, value in common_state.items() if name != "args"}
 
 
-def _write_files(writer: FileSystemWriterAsync, buckets: list) -> tuple[list, dict[str, dict]]:
+def _write_files(writer: FileSystemWriterAsync, buckets: list, save: BegunSave) -> tuple[list, dict[str, dict]]:
     """Write this rank's files. Returns the items for the index, and the size and the checksum of each file by name."""
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
     items, checksums = [], {}
     for index, bucket in enumerate(buckets):
+        save.require()
         path, name, _ = bucket
         results, countdown = queue.Queue(), queue.Queue()
         countdown.put(index)

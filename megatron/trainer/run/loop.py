@@ -128,10 +128,13 @@ class Loop:
             profiler.after(run.iteration)
         if self._ends_stretch():
             self._valid_before = (run.iteration, run.consumed_valid_samples)
-            if self._between_stretches():
-                return False
-            if run.iteration >= self.args.train_iters and self._is_to_save():
+            ends, is_last = self._between_stretches(), run.iteration >= self.args.train_iters
+            if not ends and is_last and self._is_to_save():
                 self.save()
+            if self.lost_ranks is not None and (ends or is_last or self._admits):
+                self._finish_writing()  # while a loss can still be dealt with, and before all groups are formed anew
+            if ends:
+                return False
         self._settled = run.iteration
         if self._admits and run.iteration < self.args.train_iters:
             self._go_on_with_others(admits=True)
@@ -217,7 +220,7 @@ class Loop:
         if self.run.cache is not None:
             self.run.cache.close()
         if self.run.writer is not None:
-            with contextlib.suppress(ValueError):  # the first error is the one to report
+            with contextlib.suppress(ValueError, RuntimeError):  # the first error is the one to report
                 self.run.writer.close()
 
     def _pass_on_stop_request(self) -> None:
@@ -250,9 +253,7 @@ class Loop:
         seconds = time.perf_counter() - start
         if self._waiting:
             last = self._waiting.pop()
-            self._waiting.append(
-                Progress(last.iteration, last.consumed_samples, last.num_samples, last.seconds + seconds)
-            )
+            self._waiting.append(replace(last, seconds=last.seconds + seconds))
         self._report(reports)
         assert not self._waiting, f"batches without a report after a drain: {self._waiting}"
 
@@ -424,6 +425,7 @@ class Loop:
     def save(self) -> None:
         """Save a checkpoint at the run's position. Collective; the pipeline must be drained."""
         run, iteration = self.run, self.run.iteration
+        self._finish_writing()
         if self.lost_ranks is not None:
             self.lost_ranks.confirm()
         start = time.perf_counter()
@@ -435,7 +437,7 @@ class Loop:
             run.writer, run.model_and_optimizer, args=self.args, position=run.position(), on_saved=saved,
             changes=run.decisions.state_dict() if run.decisions is not None else None,
         )  # fmt: skip
-        run.saved_iteration, run.has_saved = iteration, True
+        run.saved_iteration = iteration
         how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"
         run.reporter.say(f"checkpoint of iteration {iteration} in {self.args.save} {how}")
 

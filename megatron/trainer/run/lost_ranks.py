@@ -111,6 +111,8 @@ class LostRanks:
         self._kept = open_connections()  # the store's connections, over which the ranks agree
         interrupt_waits()
         self.has_state = not is_new  # whether weights, optimizer and position are the job's
+        self._of_save = ""  # the log line about a save that was broken off
+        self._dropped: int | None = None  # the iteration of this save, if it made no checkpoint
         self._shards = LostShards(args, rank, is_new=not self.has_state) if args.use_distributed_optimizer else None
         self.proved = ProvedLosses(args, self.membership)
         if not self.has_state:
@@ -228,6 +230,7 @@ class LostRanks:
                 "data": run.args.data_digest, "train_iters": run.args.train_iters, "iteration": run.iteration,
                 "consumed": run.consumed_samples, "consumed_valid": run.consumed_valid_samples, "flops": run.flops,
                 "saved": run.saved_iteration, "has_saved": run.has_saved,
+                "broken_off": None if run.writer is None else run.writer.broken_off,
             }  # fmt: skip
         return json.dumps(note)
 
@@ -247,7 +250,8 @@ class LostRanks:
             joined = joined.difference(epoch.lost).union(epoch.joined)
             told = {rank: json.loads(each) for rank, each in epoch.notes.items()}
             notes = {rank: each for rank, each in told.items() if each is not None}
-            run.has_saved |= any(each["has_saved"] for each in notes.values())
+            if run.writer is not None:
+                run.writer.has_saved |= any(each["has_saved"] for each in notes.values())
             try:
                 began = time.monotonic()
                 survivors = self._told(lambda notes=notes: self._survivors(notes))
@@ -275,11 +279,18 @@ class LostRanks:
         ))  # fmt: skip
         if self._shards is not None:
             run.reporter.say(self._shards.tell())
+        if run.writer is not None:
+            run.reporter.say(self._of_save)
+            run.writer.broken_off = None
+            if self._dropped is not None and run.saved_iteration == self._dropped:
+                run.saved_iteration = None
         return list(notes.values()), reports
 
     def _give_up(self, run: Run) -> list[BatchReport]:
         if self._groups_of_layers is None:
             self._groups_of_layers = groups_of_layers()
+        if run.writer is not None:
+            run.writer.abandon()
         break_connections(kept=self._kept)
         reports: list[BatchReport] = []
         if run.engine is not None:
@@ -324,6 +335,7 @@ class LostRanks:
         """
         args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
         size, place = self._place_size, own // self._place_size
+        self._settle_saving(run, notes)
         if survivors is None:
             copies = None
             forget_groups()
@@ -356,6 +368,24 @@ class LostRanks:
         if not any(note["writes"] for note in notes.values()):
             run.reporter.take_over()
         run.take_over_saving()
+
+    def _settle_saving(self, run: Run, notes: Mapping[int, dict]) -> None:
+        """Find out whether a save that was broken off has made its checkpoint. Collective over the present ranks."""
+        self._of_save, self._dropped = "", None
+        broken_off = next((each["broken_off"] for each in notes.values() if each["broken_off"] is not None), None)
+        if broken_off is None:
+            return
+        run.take_over_saving()  # behind this, a stopped process that was rank 0 can commit nothing
+        is_complete = [run.writer.completes(*broken_off) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(is_complete, src=0)
+        run.writer.has_saved |= is_complete[0]
+        iteration = broken_off[0]
+        self._dropped = None if is_complete[0] else iteration
+        outcome = "is complete" if is_complete[0] else "is dropped"
+        self._of_save = (
+            f"checkpoint of iteration {iteration} in {run.args.save}, which was being written when ranks were lost, "
+            f"{outcome}"
+        )
 
     def _change_program(self, run: Run, survivors: Survivors | None) -> None:
         """Switch stages and engine to a program of the present ranks. Collective over these ranks."""

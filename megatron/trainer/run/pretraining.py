@@ -92,6 +92,8 @@ def pretrain(
         if lost_ranks is not None:
             lost_ranks.membership.accept_losses()
             stop.means_loss = is_ended_with_node
+            if run.writer is not None:
+                run.writer.interrupted = lambda: lost_ranks.membership.alarm is not None
         run_to_the_end(run, stop, started=started, lost_ranks=lost_ranks)
         if lost_ranks is not None:
             lost_ranks.membership.leave()

@@ -321,8 +321,7 @@ class Run:
     consumed_samples: int = 0
     consumed_valid_samples: int = 0
     flops: float = 0.0
-    saved_iteration: int | None = None
-    has_saved: bool = False  # whether this job has saved a checkpoint
+    saved_iteration: int | None = None  # of the last save that has begun and was not dropped
     is_kept_out_of_collections: bool = False  # by gc.freeze, when it began to train
     survivors: Survivors | None = None  # the program of the ranks that are left, if ranks were lost
     begun: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_SIZES))  # samples of the last batches
@@ -356,6 +355,11 @@ class Run:
     @property
     def deferred_bytes(self) -> DeferredBytes:
         return self.model_and_optimizer.deferred_bytes
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this job is known to have saved a checkpoint."""
+        return self.writer is not None and self.writer.has_saved
 
     def take_over_saving(self) -> None:
         """After a change of ranks, let the present rank 0 own the directory of `--save`. Collective."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from unittest import mock
 
 import pytest
@@ -24,11 +25,15 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing may clean up behind it."""
 
 
-def save(root, iteration, content):
+def written(root, iteration, content):
     staging = directory.begin(root, iteration)
     (staging / "weights").write_text(content)
     directory.write_synced(staging / "metadata.json", "{}")
-    directory.commit(root, staging, iteration)
+    return directory.BegunSave(iteration, staging, staging.stat().st_ino)
+
+
+def save(root, iteration, content):
+    directory.commit(root, written(root, iteration, content).staging, iteration)
 
 
 def loaded(root):
@@ -75,6 +80,52 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(tmp_path, iteration):
             break
     assert not was_killed and number > 6
     assert outcomes == {(10, "old"), (iteration, "new")}
+
+
+@pytest.mark.parametrize("iteration", [20, 10], ids=["another iteration", "the same iteration again"])
+def test_the_next_owner_finishes_a_commit_or_finds_none(tmp_path, iteration):
+    """Killed at each system call of a commit in turn, the checkpoint is the latest behind the rename, and is not there
+    before it."""
+    outcomes = []
+    for number in range(1, 100):
+        root = tmp_path / str(number)
+        save(root, 10, "old")
+        begun = written(root, iteration, "new")
+        was_killed = killed_at_call(number, lambda root=root, begun=begun: begun.commit(root, lambda: None))
+        outcomes.append(directory.finish_commit(root, iteration, begun.inode))
+        assert loaded(root) == ((iteration, "new") if outcomes[-1] else (10, "old"))
+        save(root, 30, "later")
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+        if not was_killed:
+            break
+    assert not was_killed and outcomes == sorted(outcomes) and {*outcomes} == {False, True}
+
+
+def test_a_save_is_committed_before_it_is_abandoned_or_never(tmp_path):
+    """A thread in a commit makes the one that abandons wait; behind that, another commit is refused."""
+    begun, entered, goes_on = written(tmp_path, 10, "first"), threading.Event(), threading.Event()
+
+    def check():
+        entered.set()
+        goes_on.wait()
+
+    committing = threading.Thread(target=lambda: begun.commit(tmp_path, check))
+    abandoning = threading.Thread(target=begun.abandon)
+    committing.start()
+    entered.wait()
+    abandoning.start()
+    abandoning.join(0.2)
+    assert abandoning.is_alive()
+    goes_on.set()
+    abandoning.join()
+    committing.join()
+    assert begun.is_complete and loaded(tmp_path) == (10, "first")
+    late = written(tmp_path, 5, "late")
+    late.abandon()
+    with pytest.raises(RuntimeError, match="the save of iteration 5 is abandoned"):
+        late.commit(tmp_path, lambda: None)
+    late.note_complete()
+    assert not late.is_complete and loaded(tmp_path) == (10, "first")
 
 
 def test_checkpoint_between_its_two_names_is_recovered(tmp_path):

@@ -11,6 +11,8 @@ and 1 the one that takes its place.
 another is lost, and then has an error of the connection.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
 The place `move` is on the thread of moves, when saved activations have been packed and the other rank waits for them.
+A checkpoint has the places `save`, `copying`, `files`, `written` (before the gather), and on rank 0 `commit`, `tracker`
+(between the two renames) and `committed`; with --async-save all but `copying` are on the thread that writes it.
 The place `published` is in the making of a group in a recovery, where others have the rank's address and no connection.
 
 MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
@@ -100,8 +102,8 @@ class Places:
         from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
         from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
         from megatron.pipeline.runtime.transport.move_links import GlooMoveLink
+        from megatron.trainer.checkpoint import directory, writer
         from megatron.trainer.checkpoint.checkpoint import Restoration
-        from megatron.trainer.checkpoint.writer import CheckpointWriter
         from megatron.trainer.report.log import Reporter
         from megatron.trainer.run import loop as loop_module
         from megatron.trainer.run.loop import Loop
@@ -144,7 +146,11 @@ class Places:
         _around(RedundantShards, "make_copy", before=of_time("new copies"))  # at the start for the first time
         _around(LostShards, "_take", before=of_time("shards taken"))
         _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
-        _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
+        _around(writer.CheckpointWriter, "_write_and_commit", before=of_time("save"))
+        _around(writer, "_on_host", before=of_time("copying"))
+        _around(writer, "_write_files", before=of_time("files"), after=of_time("written"))
+        _around(directory.BegunSave, "commit", before=of_time("commit"), after=of_time("committed"))
+        _around(directory, "_write_tracker", before=of_time("tracker"))
         _around(loop_module, "draw_last_batches", before=of_time("timeline"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))
         if any(place == "published" for place, _ in self._losses):

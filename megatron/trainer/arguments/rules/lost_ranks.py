@@ -36,7 +36,6 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.made_program is not None and args.made_program.measures,
      "--pipeline-schedule auto and no --pipeline-profile", "changes its program while it trains"),
     (lambda args: args.fp8 is not None, "--fp8-format", "agrees on scales over all replicas"),
-    (lambda args: args.async_save, "--async-save", "might lose what is written beside training"),
     (lambda args: args.distributed_backend == "nccl", "--distributed-backend nccl",
      "has not been shown to end NCCL's waits: give --distributed-backend gloo"),
 )  # fmt: skip
