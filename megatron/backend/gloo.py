@@ -35,6 +35,7 @@ _LEAST = timedelta(seconds=5)
 
 _make_group = ProcessGroupGloo.__init__
 _connecting: timedelta | None = None
+_groups: list[ProcessGroupGloo] | None = None  # a weak reference would end with torch's Python object of a group
 
 
 def share_device() -> None:
@@ -74,6 +75,19 @@ def options_on_shared_device(purpose: str, timeout: timedelta, num_threads: int 
     return options
 
 
+def remember_groups() -> None:
+    """Keep the groups that this process makes from now on until `take_groups`. Later calls are no-ops."""
+    global _groups
+    _groups = _groups or []
+
+
+def take_groups() -> list[ProcessGroupGloo]:
+    """Return the remembered groups, which are then no longer kept."""
+    global _groups
+    taken, _groups = _groups or [], None if _groups is None else []
+    return taken
+
+
 def forget_devices() -> None:
     """Give new devices to the groups that are made from now on. An old device ends with its last group."""
     _devices.cache_clear()
@@ -104,6 +118,14 @@ def _on_shared_device(
 
     In addition to a timeout, torch 2.14 gives further options as keywords.
     """
+    _make_on_shared_device(self, store, rank, size, *args, timeout=timeout, **kwargs)
+    if _groups is not None:
+        _groups.append(self)
+
+
+def _make_on_shared_device(
+    self: ProcessGroupGloo, store: Store, rank: int, size: int, *args: Any, timeout: timedelta | None, **kwargs: Any
+) -> None:
     if args and isinstance(args[0], timedelta):
         timeout, *args = args
     if timeout is not None:

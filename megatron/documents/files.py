@@ -41,7 +41,7 @@ def open_text(path: str | Path, *, newline: str | None = None) -> Iterator[TextI
     """Open the file's text, decompressed. `newline`: as in `open`.
 
     Raises ValueError, also while the block reads, if the file does not exist or cannot be read, is not UTF-8, or its
-    compressed data are damaged or truncated. What the block raises about another file is raised as it is.
+    compressed data are damaged or truncated. What the block raises about another file by its name is raised as it is.
     """
     opener = _OPENERS.get(Path(path).suffix.lower(), open)
     try:

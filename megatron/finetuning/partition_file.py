@@ -278,7 +278,7 @@ def schedule_of(
     frozen = [stage for stage in range(num_stages) if graph.is_forward_only(stage)]
     if frozen and not may_freeze:
         raise ValueError(
-            f"each stage needs a backward, and no parameter is trained up to stage {max(frozen)}; "
+            f"each stage needs a backward, and nothing is trained in or before stage {' and '.join(map(str, frozen))}; "
             "make a partition with fewer stages, or train something in each, as with --target_modules all-linear"
         )
     num_frozen = len(frozen)

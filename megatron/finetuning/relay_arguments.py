@@ -33,7 +33,11 @@ def add_relay(add: Callable[..., argparse.Action]) -> None:
         help="where inputs of layers wait for the backward (l2l)")  # fmt: skip
     add("--l2l_moments", choices=("float32", "bfloat16"), default=ELSEWHERE["l2l_moments"],
         help="the optimizer's moments on the host (l2l, adamw)")  # fmt: skip
-    add("--load_in_4bit", action="store_true", help="keep and copy frozen weights in NF4 on the host (l2l)")
+    add(
+        "--load_in_4bit",
+        action="store_true",
+        help="keep frozen weights in NF4 on the host, and copy them to the device so (l2l)",
+    )
     add("--load_in_8bit", action="store_true", help="the same in 8 bits")
     add("--dry_run_gpus", nargs="+", metavar="GPU", default=PRICED, help="GPUs on which --dry_run prices l2l")
 

@@ -49,7 +49,8 @@ class Tokens:
 
 @dataclass
 class Sequences:
-    """The sequences of a file's samples, cut to a length. A sample without an answer within the length is left out.
+    """The sequences of a file's samples, cut to a length. A sample is left out if one of its
+    sequences has no answer within the length.
 
     Attributes:
         kind: the word for a sample, such as conversation.

@@ -60,8 +60,8 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
         ]
         if args.doc_stride >= args.max_seq_length // 2:
             raise ValueError(
-                f"--doc_stride {args.doc_stride} makes windows of --max_seq_length {args.max_seq_length} overlap "
-                "almost fully; give less than half of it"
+                f"--doc_stride {args.doc_stride} makes windows of --max_seq_length {args.max_seq_length} share "
+                "half of their tokens or more; give less than half of it"
             )
         _require_room(tokenizer, questions, args, file)
         encoded = tokenizer(

@@ -165,7 +165,7 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
 
 
 def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
-    """Rename master weights in a sharded optimizer state to the checkpoint's keys; drop keys that it lacks.
+    """Rename master weights in a sharded optimizer state to the checkpoint's keys; drop those that it lacks.
 
     An FP32 run without the distributed optimizer has no master weights beside the model. `holds`: whether the
     checkpoint has a key.

@@ -145,7 +145,7 @@ class CheckpointWriter:
             try:
                 self._write_and_commit(save, group, strategy, buckets, on_saved)
             except Exception as error:
-                save.failure = error
+                save.failure = error.with_traceback(None)  # whose frames hold the tensors and the group
 
         if asynchronous:
             save.thread = threading.Thread(target=write, name="checkpoint", daemon=True)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -49,7 +49,7 @@ from megatron.pipeline.runtime.failure.connections import (
     leave_behind,
     open_connections,
 )
-from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
+from megatron.pipeline.runtime.failure.errors import CheckpointError, OnThisRank, SameEverywhere
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import (
@@ -300,7 +300,7 @@ class LostRanks:
             stage.abandon()
         run.deferred_bytes.add(-run.deferred_bytes.now)
         if dist.is_initialized():
-            leave_behind(dist.distributed_c10d._world.pg_map)
+            leave_behind(self._timeout)
             dist.destroy_process_group()
         forget_devices()
         return reports
@@ -376,9 +376,12 @@ class LostRanks:
         if broken_off is None:
             return
         run.take_over_saving()  # behind this, a stopped process that was rank 0 can commit nothing
-        is_complete = [run.writer.completes(*broken_off) if dist.get_rank() == 0 else None]
+        is_complete = [None]
+        if dist.get_rank() == 0:
+            with suppress(CheckpointError):  # of a disk that is full, of which the next save tells all ranks
+                is_complete = [run.writer.completes(*broken_off)]
         dist.broadcast_object_list(is_complete, src=0)
-        run.writer.has_saved |= is_complete[0]
+        run.writer.has_saved |= bool(is_complete[0])
         iteration = broken_off[0]
         self._dropped = None if is_complete[0] else iteration
         outcome = "is complete" if is_complete[0] else "is dropped"

@@ -117,8 +117,16 @@ def test_values_that_follow():
         ("--tokenizer-type HuggingFaceTokenizer", "", "needs --tokenizer-model"),
         ("", "--tokenizer-type", "--tokenizer-type is needed"),
         ("--finetune", "", "--finetune needs --load"),
-        ("--ckpt-step 3 --pretrained-checkpoint here", "", "--ckpt-step needs --load; --pretrained-checkpoint reads"),
-        ("--use-checkpoint-args --pretrained-checkpoint here", "", "--use-checkpoint-args needs --load; --pretrained"),
+        (
+            "--ckpt-step 3 --pretrained-checkpoint here",
+            "",
+            "--ckpt-step needs --load; of --pretrained-checkpoint the newest",
+        ),
+        (
+            "--use-checkpoint-args --pretrained-checkpoint here",
+            "",
+            "--use-checkpoint-args needs --load; of --pretrained",
+        ),
         ("--save=", "", "--save is empty; name a path or leave the flag out"),
         ("--load=", "", "--load is empty"),
         ("--pretrained-checkpoint=", "", "--pretrained-checkpoint is empty"),

@@ -15,30 +15,35 @@ passes over unbound buffers in the queue). Its thread waits for the timeout of t
 
 Solution: sockets are shut down for reading only, so that this rank's own writes do not fail. For what is left, such as
 writes to a process that was killed, `interrupt_waits` lets a wait for a collective look whether connections were broken
-meanwhile, and end. The thread of the group stays behind until its timeout. So the group must not be destroyed, which
-would wait for the thread: `leave_behind` keeps such groups until the process ends.
+meanwhile, and end. The thread of the group stays behind until the group's timeout. A group that is destroyed waits for
+its threads, so `leave_behind` keeps all groups until then. A wait for a single send without a timeout is not
+interrupted.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroup, ReduceScatterOptions, Work
+from torch.distributed import AllreduceOptions, ProcessGroup, ProcessGroupGloo, ReduceScatterOptions, Work
+
+from megatron.backend.gloo import remember_groups, take_groups
 
 _BETWEEN_LOOKS = timedelta(seconds=0.2)
 _PATIENCE = 1.0  # seconds after a break in which gloo may end a collective by itself
 _WAITS_BY_ITSELF = (12, 13, 14)  # c10d::OpType SEND, RECV, RECVANYSOURCE: a wait with a timeout breaks connections
 
 _num_breaks = 0
-_has_left_waits = False
+_left_behind: list[tuple[float, list[ProcessGroupGloo]]] = []  # groups, and until when their threads may wait
 
 
 def open_connections() -> frozenset[int]:
@@ -66,46 +71,60 @@ def break_connections(*, kept: Collection[int]) -> int:
 def interrupt_waits() -> None:
     """Let waits for gloo's collectives end after `break_connections`, in this process from now on.
 
-    Such a wait raises RuntimeError. Later calls are no-ops.
+    Such a wait raises RuntimeError. Groups that are made from now on can be left behind. Later calls are no-ops.
     """
+    remember_groups()
     if Work.wait is _interrupted_wait:
         return
     Work.wait = _interrupted_wait
-    for name in _REDUCE_SCATTERS:
-        setattr(ProcessGroup, name, _reduce_scatter)
+    atexit.register(_keep_to_the_end)
+    for kind in (ProcessGroup, ProcessGroupGloo):
+        for name in _REDUCE_SCATTERS:
+            if hasattr(kind, name):
+                setattr(kind, name, partialmethod(_reduce_scatter, getattr(kind, name)))
 
 
-def leave_behind(groups: Iterable[ProcessGroup]) -> None:
-    """If a wait has left a thread of a group behind, keep the groups until the process ends."""
-    global _has_left_waits
-    if _has_left_waits:
+def leave_behind(timeout: timedelta) -> None:
+    """Keep the gloo groups that this process has made since the last call, for the timeout of their operations.
+
+    Groups that were left behind before are dropped when their time is over.
+    """
+    now = time.monotonic()
+    _left_behind[:] = [each for each in _left_behind if each[0] > now]
+    _left_behind.append((now + timeout.total_seconds() + _PATIENCE, take_groups()))
+
+
+def _keep_to_the_end() -> None:
+    """Let the interpreter end without destroying groups, whose threads may still wait."""
+    leave_behind(timedelta())
+    for _, groups in _left_behind:
         for group in groups:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # also at exit nobody waits for the thread
-    _has_left_waits = False
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 _wait: Callable[..., bool] = Work.wait
-_REDUCE_SCATTERS = [name for name in ("_reduce_scatter_base", "reduce_scatter_single") if hasattr(ProcessGroup, name)]
+_REDUCE_SCATTERS = ("_reduce_scatter_base", "reduce_scatter_single")
 """The methods of torch's versions that `dist.reduce_scatter_tensor` and its like call."""
-_reduce_scatter_of_torch: Callable[..., Work] = getattr(ProcessGroup, _REDUCE_SCATTERS[0])
 
 
-def _interrupted_wait(work: Work, *timeout: timedelta) -> bool:
+def _interrupted_wait(work: Work, timeout: timedelta | None = None) -> bool:
     """As `Work.wait`."""
-    global _has_left_waits
-    if timeout or work._get_op_type() in _WAITS_BY_ITSELF:
-        return _wait(work, *timeout)
+    if timeout is not None:
+        return _wait(work, timeout)
+    if work._get_op_type() in _WAITS_BY_ITSELF:
+        return _wait(work)
     begun_at, broken_at = _num_breaks, None
     while True:
         try:
             return _wait(work, _BETWEEN_LOOKS)
-        except RuntimeError:  # it takes longer, or has failed
-            if work.is_completed():
-                return _wait(work)  # raises the collective's own error
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error):  # the collective's own error
+                raise
+        if work.is_completed():
+            return _wait(work)
         if _num_breaks > begun_at:
             broken_at = broken_at or time.monotonic()
             if time.monotonic() > broken_at + _PATIENCE:
-                _has_left_waits = True
                 raise RuntimeError("connection reset, since a rank is lost, and gloo does not end the collective")
 
 
@@ -115,8 +134,12 @@ class _ReduceScatter:
     torch's own work waits for the all-reduce where nobody can interrupt it.
     """
 
-    def __init__(self, group: ProcessGroup, output: Tensor, whole: Tensor, options: ReduceScatterOptions) -> None:
-        self._output, self._whole = output, whole.clone()
+    def __init__(
+        self, group: ProcessGroup | ProcessGroupGloo, output: Tensor, whole: Tensor, options: ReduceScatterOptions
+    ) -> None:
+        if output.numel() * group.size() != whole.numel():
+            raise ValueError(f"{whole.numel()} numbers are not {output.numel()} for each of {group.size()} ranks")
+        self._output, self._whole = output, whole.clone().reshape(-1)
         self._place = group.rank(), group.size()
         sums = AllreduceOptions()
         sums.reduceOp = options.reduceOp
@@ -125,16 +148,19 @@ class _ReduceScatter:
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
-    def wait(self, *timeout: timedelta) -> bool:
-        self._work.wait(*timeout)
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        _interrupted_wait(self._work, timeout)
         rank, size = self._place
         self._output.copy_(self._whole.chunk(size)[rank].view_as(self._output))
         return True
 
 
-def _reduce_scatter(group: ProcessGroup, output: Tensor, whole: Tensor, *options: ReduceScatterOptions) -> Any:
+def _reduce_scatter(
+    group: ProcessGroup | ProcessGroupGloo, of_torch: Callable[..., Work], output: Tensor, whole: Tensor,
+    *options: ReduceScatterOptions,
+) -> Any:  # fmt: skip
     if output.device.type != "cpu":
-        return _reduce_scatter_of_torch(group, output, whole, *options)
+        return of_torch(group, output, whole, *options)
     return _ReduceScatter(group, output, whole, *(options or (ReduceScatterOptions(),)))
 
 

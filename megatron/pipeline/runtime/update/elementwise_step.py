@@ -141,7 +141,7 @@ class ElementwiseStep:
             (p, g, *moments), of_due = tensors[: len(operands)], tensors[len(operands) :]
             parts = _parts(scratch, len(p))
             if take_due is not None:
-                take_due(parts, [p, *of_due[2:]], *of_due)
+                take_due(parts, [of_due[0], *of_due[2:]], *of_due)
             result = target if is_direct else parts[0]
             step(parts, [result, *parts[1:3]], p, g if g.dtype is torch.float32 else g.float(), *moments)
             if not is_direct:

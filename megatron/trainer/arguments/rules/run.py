@@ -96,7 +96,9 @@ def checkpoint(args: Arguments) -> list[str]:
         if name in ("exit_on_missing_checkpoint", "finetune"):  # as --pretrained-checkpoint by itself is
             is_met = is_met or args.pretrained_checkpoint is not None
         if getattr(args, name) not in (None, False) and not is_met:
-            beside = "; --pretrained-checkpoint reads the newest checkpoint" if args.pretrained_checkpoint else ""
+            beside = ""
+            if args.pretrained_checkpoint is not None:
+                beside = "; of --pretrained-checkpoint the newest checkpoint is read, and no arguments"
             raise ValueError(f"{name_of(name)} needs --load{beside}")
     if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
         return [

@@ -1,5 +1,6 @@
 """Whatever a process waits for over its connections ends when these are broken, and what is kept stays."""
 
+import gc
 import os
 import socket
 import threading
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from megatron.backend.gloo import remember_groups, share_device
+from megatron.pipeline.runtime.failure import connections
 from megatron.pipeline.runtime.failure.connections import (
     break_connections,
     interrupt_waits,
@@ -152,25 +155,40 @@ def test_a_connection_with_the_number_of_a_kept_one_is_broken():
 
 # --- collectives that gloo does not end
 
+chain = []  # a group as the chain of reductions has them, in a rank
+
+
+def scatter_in_chain(whole: torch.Tensor) -> None:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.SUM
+    chain[0]._reduce_scatter_base(torch.empty(len(whole) // 2), whole, options).wait()
+
+
 COLLECTIVES = {
     "all-reduce": lambda whole: dist.all_reduce(whole),
     "reduce-scatter": lambda whole: dist.reduce_scatter_tensor(torch.empty(len(whole) // 2), whole),
     "all-gather": lambda whole: dist.all_gather_into_tensor(torch.empty(2 * len(whole)), whole),
+    "reduce-scatter of the chain": scatter_in_chain,
 }
 
 
 def joined(number: int, port: int) -> None:
     torch.set_num_threads(1)
+    share_device()
+    remember_groups()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
     dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=LONG)
     dist.all_reduce(torch.ones(1))
+    chain.append(dist.ProcessGroupGloo(dist.PrefixStore("chain", store), number, 2, LONG))
 
 
 def given_up() -> float:
     """Give up all groups, and return the seconds that this took."""
     began = time.monotonic()
-    leave_behind(dist.distributed_c10d._world.pg_map)
+    leave_behind(LONG)
     dist.destroy_process_group()
+    chain.clear()
+    gc.collect()
     return time.monotonic() - began
 
 
@@ -209,6 +227,46 @@ def test_a_collective_that_gloo_forgets_ends(name):
         for process in processes:
             process.kill()
             process.join()
+
+
+def gone(number: int, name: str, port: int, pipe: Connection) -> None:
+    """Rank 1 ends while rank 0 waits for it, and rank 0 breaks nothing."""
+    joined(number, port)
+    interrupt_waits()
+    if number == 1:
+        time.sleep(0.5)
+        os._exit(0)
+    try:
+        COLLECTIVES[name](torch.ones(8))
+    except RuntimeError as error:
+        pipe.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_an_error_of_gloo_is_raised_at_once(name):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [Pipe() for _ in range(2)]
+    processes = [workers.fork(gone, number, name, store.port, pipes[number][1]) for number in range(2)]
+    try:
+        assert pipes[0][0].poll(PATIENCE), "the error is taken for a wait that takes longer"
+        assert "does not end" not in pipes[0][0].recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_what_is_left_behind_is_dropped_when_its_time_is_over(monkeypatch):
+    kept = []
+    monkeypatch.setattr(connections, "_left_behind", kept)
+    monkeypatch.setattr(connections, "take_groups", lambda: ["a group"])
+    leave_behind(timedelta(seconds=-10))
+    assert [groups for _, groups in kept] == [["a group"]]
+    monkeypatch.setattr(connections, "take_groups", lambda: ["another one"])
+    for _ in range(2):
+        leave_behind(LONG)
+    assert [groups for _, groups in kept] == [["another one"]] * 2
 
 
 def in_turn(number: int, name: str, size: int, delay: float, port: int, pipe: Connection) -> None:
