@@ -100,5 +100,5 @@ def test_sentences(tmp_path, change, sentence):
 
 
 def test_windows_need_something_of_their_own(tmp_path):
-    with pytest.raises(ValueError, match="--doc_stride 6 makes windows of --max_seq_length 12 overlap"):
+    with pytest.raises(ValueError, match="--doc_stride 6 makes windows of --max_seq_length 12 share half"):
         rows_of(tmp_path, [sample("w1 w2", "w2")], "--doc_stride", 6)

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -275,6 +276,9 @@ def hold_of_a_sent_output() -> tuple[bool, bool]:
         before = not storage[0].expired()
         dist.barrier()
         executor.run([Instruction.parse(text) for text in ("0RECV_B0", "0B0@0")])
+        deadline = time.monotonic() + 10.0
+        while not storage[0].expired() and time.monotonic() < deadline:
+            time.sleep(0.01)  # the link's thread drops it
         after = not storage[0].expired()
         result = before, after
     else:
