@@ -146,7 +146,8 @@ def test_what_is_to_be_expected_of_the_best_is_said(outcome):
     flush = tuple(each for each in outcome.kept if each.choice.schedule == "flush")
     text = page_of(replace(outcome, kept=flush, objective="memory"), num_timelines=0)
     assert re.search(
-        'class="best">The smallest: <b>flush, .*With a probability of 80% it takes [0-9.]+ to [0-9.]+ s, judged by [1-9][0-9]{2} ',
+        'class="best">The smallest: <b>flush, '
+        ".*With a probability of 80% it takes [0-9.]+ to [0-9.]+ s, judged by [1-9][0-9]{2} ",
         text,
     )
     assert "<h2>The smallest of each schedule</h2>" in text
