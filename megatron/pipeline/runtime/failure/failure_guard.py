@@ -318,7 +318,8 @@ class Guard:
         if story is None:
             # The traceback of a consequence explains nothing. Print before the story is written, which ends the job.
             if not consequence:
-                sys.stderr.write(without_frames("".join(traceback.format_exception(error))))
+                with suppress(Exception):  # nobody may read it any more
+                    sys.stderr.write(without_frames("".join(traceback.format_exception(error))))
             story = self._tell(self._own_story(error), is_consequence=consequence)
         self._end(story)
 
@@ -331,8 +332,16 @@ class Guard:
         silence()
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread of this process is ending it
-        write_error_file(story)
-        sys.stderr.write(f"{self._name} stops: {story}\n")
+        try:
+            self._say(story)
+        finally:  # the other threads of this process wait for its end
+            os._exit(self._exit_code)
+
+    def _say(self, story: str) -> None:
+        with suppress(Exception):
+            write_error_file(story)
+        with suppress(Exception):
+            sys.stderr.write(f"{self._name} stops: {story}\n")
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -345,7 +354,6 @@ class Guard:
         with suppress(Exception):
             self._before_exit()
         logging.shutdown()
-        os._exit(self._exit_code)
 
     def leave(self) -> None:
         """Say goodbye to the neighbours and wait for theirs. Meanwhile a failure elsewhere still ends this process.

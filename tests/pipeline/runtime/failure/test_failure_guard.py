@@ -112,6 +112,23 @@ def test_an_exception_in_a_forward_names_rank_stage_instruction_and_cause(with_t
     assert "Traceback" in output and "failing_forward" in output
 
 
+def test_ranks_end_whose_output_cannot_be_written():
+    """The disk of the log is full, or its reader is gone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    processes = [
+        workers.fork(failing_job.run, "raise", 1, shared | {"RANK": str(rank)}, "/dev/full") for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.join(STARTUP)
+        codes = [process.exitcode for process in processes]
+    finally:
+        leftover = [process for process in processes if _kill_group(process)]
+    assert not leftover and codes[0] and codes[1], codes
+
+
 @pytest.mark.parametrize(("with_torchrun", "bad_rank"), [pytest.param(True, 1, marks=pytest.mark.full), (False, 0)])
 def test_a_killed_rank_is_named_by_the_others(with_torchrun, bad_rank):
     """kill -9 leaves no word; the neighbours notice at once, also when the rank that hosts the store is killed."""
