@@ -220,6 +220,9 @@ class NotCaptured:
     def drop(self, microbatch: int) -> None:
         """Nothing to do."""
 
+    def clear(self) -> None:
+        """Nothing to do."""
+
     def saved_bytes(self, microbatch: int) -> int:
         raise self._refusal()
 
@@ -316,6 +319,12 @@ class CapturedActivations:
         """Drop the saved tensors of a microbatch whose backward has ended."""
         del self._saved[microbatch]
         self._memory.drop(self._stage, microbatch)
+
+    def clear(self) -> None:
+        """Drop the saved tensors of all microbatches, also of one whose forward or backward was interrupted."""
+        for microbatch in list(self._saved):
+            self.drop(microbatch)
+        self._data = None
 
     def saved_bytes(self, microbatch: int) -> int:
         """Return the bytes that the graph of `microbatch` saves now; 0 while it is evicted."""

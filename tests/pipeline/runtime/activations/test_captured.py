@@ -8,7 +8,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory, CapturedActivations
 from megatron.pipeline.runtime.activations.saved_tensors import ALIGNMENT
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
@@ -187,3 +187,23 @@ def test_what_microbatches_share_stays():
     for microbatch in pair:
         eviction = stage.evict(microbatch)
         assert len(eviction.pack()) == eviction.num_bytes == ALIGNMENT + 4 * 8 * 4
+
+
+def test_what_was_interrupted_is_cleared():
+    """A backward that did not end, and a forward that did not: the microbatches can be computed again."""
+    layer, memory = torch.nn.Linear(4, 4), ActivationMemory(torch.device("cpu"))
+    captured = CapturedActivations(0, layer, memory)
+
+    def forward(microbatch: int) -> None:
+        input = torch.ones(2, 4, requires_grad=True)
+        with captured.capture(microbatch):
+            output = layer(input).exp()
+        captured.seal(microbatch, input=input, output=output)
+
+    forward(0)
+    with pytest.raises(RuntimeError, match="connection closed"), captured.capture(1):
+        raise RuntimeError("connection closed by peer")
+    captured.clear()
+    assert memory.current_bytes == 0
+    for microbatch in range(2):
+        forward(microbatch)

@@ -312,9 +312,8 @@ class MegatronStage(CapturingStage):
 
     def abandon(self) -> None:
         """Drop everything saved for batches in flight. The data iterators have to be replaced."""
-        for index in list(self.activations):
-            del self.activations[index]
-            self._captured.drop(index)
+        self.activations.clear()
+        self._captured.clear()
         self._losses.clear()
         self._engine_linears.clear()
         self._router_losses.take()
