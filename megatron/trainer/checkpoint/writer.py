@@ -145,7 +145,8 @@ class CheckpointWriter:
             try:
                 self._write_and_commit(save, group, strategy, buckets, on_saved)
             except Exception as error:
-                save.failure = error.with_traceback(None)  # whose frames hold the tensors and the group
+                # The frames of a traceback hold the tensors and the group.
+                save.failure = error.with_traceback(None) if asynchronous else error
 
         if asynchronous:
             save.thread = threading.Thread(target=write, name="checkpoint", daemon=True)

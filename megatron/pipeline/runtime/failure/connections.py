@@ -34,13 +34,15 @@ from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
+from torch._C._distributed_c10d import OpType
 from torch.distributed import AllreduceOptions, ProcessGroup, ProcessGroupGloo, ReduceScatterOptions, Work
 
 from megatron.backend.gloo import remember_groups, take_groups
 
 _BETWEEN_LOOKS = timedelta(seconds=0.2)
 _PATIENCE = 1.0  # seconds after a break in which gloo may end a collective by itself
-_WAITS_BY_ITSELF = (12, 13, 14)  # c10d::OpType SEND, RECV, RECVANYSOURCE: a wait with a timeout breaks connections
+_TRANSFERS = {int(each) for each in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)}
+"""Works whose wait with a timeout breaks connections when the time is over."""
 
 _num_breaks = 0
 _left_behind: list[tuple[float, list[ProcessGroupGloo]]] = []  # groups, and until when their threads may wait
@@ -111,7 +113,7 @@ def _interrupted_wait(work: Work, timeout: timedelta | None = None) -> bool:
     """As `Work.wait`."""
     if timeout is not None:
         return _wait(work, timeout)
-    if work._get_op_type() in _WAITS_BY_ITSELF:
+    if work._get_op_type() in _TRANSFERS:
         return _wait(work)
     begun_at, broken_at = _num_breaks, None
     while True:

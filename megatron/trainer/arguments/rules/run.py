@@ -91,14 +91,13 @@ def checkpoint(args: Arguments) -> list[str]:
         raise ValueError("--async-save needs --save")
     if args.use_mp_args_from_checkpoint_args and not args.use_checkpoint_args:
         raise ValueError("--use-mp-args-from-checkpoint-args needs --use-checkpoint-args")
-    for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
-        is_met = args.load is not None
-        if name in ("exit_on_missing_checkpoint", "finetune"):  # as --pretrained-checkpoint by itself is
-            is_met = is_met or args.pretrained_checkpoint is not None
-        if getattr(args, name) not in (None, False) and not is_met:
-            beside = ""
-            if args.pretrained_checkpoint is not None:
-                beside = "; of --pretrained-checkpoint the newest checkpoint is read, and no arguments"
+    has_pretrained = args.pretrained_checkpoint is not None
+    beside = "; of --pretrained-checkpoint the newest checkpoint is read, and no arguments" if has_pretrained else ""
+    for name, is_met in (
+        ("use_checkpoint_args", False), ("ckpt_step", False),
+        ("exit_on_missing_checkpoint", has_pretrained), ("finetune", has_pretrained),
+    ):  # fmt: skip
+        if getattr(args, name) not in (None, False) and args.load is None and not is_met:
             raise ValueError(f"{name_of(name)} needs --load{beside}")
     if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
         return [

@@ -5,10 +5,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
@@ -80,25 +82,32 @@ def rank(number: int, port: int, pipe: Connection) -> None:
     os._exit(0)
 
 
-def test_all_waits_end_and_the_kept_connection_stays():
-    """A receive, a collective and the wait for a key end with errors, and so does what the other process waits for."""
+@contextmanager
+def two_ranks(target: Callable, *arguments) -> Iterator[tuple[list[Connection], list[BaseProcess]]]:
+    """The pipes of two forked ranks, which get their number, `arguments`, the port of their store and a pipe."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [Pipe() for _ in range(2)]
-    processes = [workers.fork(rank, number, store.port, pipes[number][1]) for number in range(2)]
+    processes = [workers.fork(target, number, *arguments, store.port, pipes[number][1]) for number in range(2)]
     try:
-        assert pipes[0][0].poll(PATIENCE)
-        before, errors, seconds, num_broken, kept = pipes[0][0].recv()
-        assert not before, "something ended by itself"
-        assert sorted(errors) == ["all-reduce", "key", "receive"] and "no error" not in errors.values(), errors
-        assert max(seconds.values()) < 5.0, seconds  # a second, where nothing else runs
-        assert num_broken >= 5 and kept == b"afterwards"
-        assert pipes[1][0].poll(PATIENCE)
-        error, told = pipes[1][0].recv()
-        assert error not in ("waits", "no error") and told == b"afterwards"
+        yield [here for here, _ in pipes], processes
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def test_all_waits_end_and_the_kept_connection_stays():
+    """A receive, a collective and the wait for a key end with errors, and so does what the other process waits for."""
+    with two_ranks(rank) as (pipes, _):
+        assert pipes[0].poll(PATIENCE)
+        before, errors, seconds, num_broken, kept = pipes[0].recv()
+        assert not before, "something ended by itself"
+        assert sorted(errors) == ["all-reduce", "key", "receive"] and "no error" not in errors.values(), errors
+        assert max(seconds.values()) < 5.0, seconds  # a second, where nothing else runs
+        assert num_broken >= 5 and kept == b"afterwards"
+        assert pipes[1].poll(PATIENCE)
+        error, told = pipes[1].recv()
+        assert error not in ("waits", "no error") and told == b"afterwards"
 
 
 def test_connections_are_broken_but_those_that_are_kept(tmp_path):
@@ -213,20 +222,13 @@ def forgotten(number: int, name: str, port: int, pipe: Connection) -> None:
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_that_gloo_forgets_ends(name):
     """The wait raises an error, the groups can be destroyed, and the process ends."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [Pipe() for _ in range(2)]
-    processes = [workers.fork(forgotten, number, name, store.port, pipes[number][1]) for number in range(2)]
-    try:
-        assert pipes[0][0].poll(2 * PATIENCE), "it waits for the collective, or for the end of the groups"
-        before, (error, _), seconds = pipes[0][0].recv()
+    with two_ranks(forgotten, name) as (pipes, processes):
+        assert pipes[0].poll(2 * PATIENCE), "it waits for the collective, or for the end of the groups"
+        before, (error, _), seconds = pipes[0].recv()
         assert not before and error == "RuntimeError" and seconds < 5.0
-        pipes[0][0].send(None)
+        pipes[0].send(None)
         processes[0].join(PATIENCE)
         assert processes[0].exitcode == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def gone(number: int, name: str, port: int, pipe: Connection) -> None:
@@ -245,16 +247,9 @@ def gone(number: int, name: str, port: int, pipe: Connection) -> None:
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_an_error_of_gloo_is_raised_at_once(name):
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [Pipe() for _ in range(2)]
-    processes = [workers.fork(gone, number, name, store.port, pipes[number][1]) for number in range(2)]
-    try:
-        assert pipes[0][0].poll(PATIENCE), "the error is taken for a wait that takes longer"
-        assert "does not end" not in pipes[0][0].recv()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with two_ranks(gone, name) as (pipes, _):
+        assert pipes[0].poll(PATIENCE), "the error is taken for a wait that takes longer"
+        assert "does not end" not in pipes[0].recv()
 
 
 def test_what_is_left_behind_is_dropped_when_its_time_is_over(monkeypatch):
@@ -296,23 +291,13 @@ def in_turn(number: int, name: str, size: int, delay: float, port: int, pipe: Co
 def test_busy_ranks_are_not_left_behind(name, size):
     """gloo forgets the send of about one in ten of these jobs."""
     for attempt in range(8):
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pipes = [Pipe() for _ in range(2)]
-        processes = [
-            workers.fork(in_turn, number, name, size, 0.02 * (attempt % 2), store.port, pipes[number][1])
-            for number in range(2)
-        ]
-        try:
-            for pipe, _ in pipes:
+        with two_ranks(in_turn, name, size, 0.02 * (attempt % 2)) as (pipes, processes):
+            for pipe in pipes:
                 assert pipe.poll(PATIENCE)
                 assert max(pipe.recv()) < 10.0
             for process in processes:
                 process.join(PATIENCE)
                 assert process.exitcode == 0
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
 
 
 def test_reduce_scatters_are_those_of_torch():

@@ -1,6 +1,7 @@
 """What the ranks of the tests of Transformer Engine's layers run, on the stand-in of tests/stand_ins."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
 from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
 from megatron.pipeline.runtime.stages.megatron.optimistic_update import MegatronOptimisticUpdate
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from tests.pipeline.runtime.stages.megatron import fused_accumulation
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
@@ -48,10 +50,9 @@ def train_in_fp8(**options) -> InFP8:
     return InFP8(result, max(kept), [each.tolist() for each in scales.values()])
 
 
-def evaluated(kept: bool, **options) -> float:
-    """The loss of a microbatch that only a forward takes, with weights that were halved behind one that was trained.
-    `kept`: as the runtime has it; else layers keep no weights in FP8 at all.
-    """
+@contextmanager
+def begun_stage(**options) -> Iterator[MegatronStage]:
+    """A stage of two layers that has begun a batch of two microbatches."""
     case = cases.Case(batches=(2,), layers=2, engine=True, **options)
     with cases.parallel(case):
         (stage,), update = cases.build(case)
@@ -59,6 +60,14 @@ def evaluated(kept: bool, **options) -> float:
         stage.load_version(0)
         update.begin_batch(info)
         update.begin_backward(info)
+        yield stage
+
+
+def evaluated(kept: bool, **options) -> float:
+    """The loss of a microbatch that only a forward takes, with weights that were halved behind one that was trained.
+    `kept`: as the runtime has it; else layers keep no weights in FP8 at all.
+    """
+    with begun_stage(**options) as stage:
         stage.forward(TWO[0], None)
         stage.backward(TWO[0], None)
         stage.take_losses(0)
@@ -74,13 +83,7 @@ def begun_again(kept: bool, abandons: bool, **options) -> tuple[float, int]:
     """The loss of a microbatch whose first forward was dropped before the weights were halved; and of how many
     microbatches the backward is still awaited. `kept`: as in `evaluated`.
     """
-    case = cases.Case(batches=(2,), layers=2, engine=True, **options)
-    with cases.parallel(case):
-        (stage,), update = cases.build(case)
-        info = BatchInfo(0, 2, 2 * case.micro_batch_size)
-        stage.load_version(0)
-        update.begin_batch(info)
-        update.begin_backward(info)
+    with begun_stage(**options) as stage:
         stage.begin_trial()
         for module in stage.model.modules():
             module.disable_parameter_transpose_cache = not kept
