@@ -14,10 +14,9 @@ still to be written then, gloo queues the send, and the error that follows does 
 passes over unbound buffers in the queue). Its thread waits for the timeout of the group, and the collective with it.
 
 Solution: sockets are shut down for reading only, so that this rank's own writes do not fail. For what is left, such as
-writes to a process that was killed, `interrupt_waits` lets a wait for a collective look whether connections were broken
-meanwhile, and end. The thread of the group stays behind until the group's timeout. A group that is destroyed waits for
-its threads, so `leave_behind` keeps all groups until then. A wait for a single send without a timeout is not
-interrupted.
+writes to a process that was killed, `interrupt_waits` lets a wait for a collective or a send look whether connections
+were broken meanwhile, and end. The thread of the group stays behind until the group's timeout. A group that is
+destroyed waits for its threads, so `leave_behind` keeps all groups until then.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ import atexit
 import ctypes
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 from torch import Tensor
@@ -41,8 +41,8 @@ from megatron.backend.gloo import remember_groups, take_groups
 
 _BETWEEN_LOOKS = timedelta(seconds=0.2)
 _PATIENCE = 1.0  # seconds after a break in which gloo may end a collective by itself
-_TRANSFERS = {int(each) for each in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)}
-"""Works whose wait with a timeout breaks connections when the time is over."""
+_RECEIVES = {int(each) for each in (OpType.RECV, OpType.RECVANYSOURCE)}
+_SEND = int(OpType.SEND)
 
 _num_breaks = 0
 _left_behind: list[tuple[float, list[ProcessGroupGloo]]] = []  # groups, and until when their threads may wait
@@ -71,7 +71,7 @@ def break_connections(*, kept: Collection[int]) -> int:
 
 
 def interrupt_waits() -> None:
-    """Let waits for gloo's collectives end after `break_connections`, in this process from now on.
+    """Let waits for gloo's collectives and sends end after `break_connections`, in this process from now on.
 
     Such a wait raises RuntimeError. Groups that are made from now on can be left behind. Later calls are no-ops.
     """
@@ -110,24 +110,51 @@ _REDUCE_SCATTERS = ("_reduce_scatter_base", "reduce_scatter_single")
 
 
 def _interrupted_wait(work: Work, timeout: timedelta | None = None) -> bool:
-    """As `Work.wait`."""
-    if timeout is not None:
-        return _wait(work, timeout)
-    if work._get_op_type() in _TRANSFERS:
-        return _wait(work)
+    """As `Work.wait`. With a timeout, and for a receive, it is torch's own wait."""
+    if timeout is not None or (kind := work._get_op_type()) in _RECEIVES:
+        return _wait(work) if timeout is None else _wait(work, timeout)
+    look = _LooksAtSend(work) if kind == _SEND else partial(_look_at_collective, work)
     begun_at, broken_at = _num_breaks, None
-    while True:
-        try:
-            return _wait(work, _BETWEEN_LOOKS)
-        except RuntimeError as error:
-            if "Operation timed out" not in str(error):  # the collective's own error
-                raise
-        if work.is_completed():
-            return _wait(work)
+    while not look():
         if _num_breaks > begun_at:
             broken_at = broken_at or time.monotonic()
             if time.monotonic() > broken_at + _PATIENCE:
-                raise RuntimeError("connection reset, since a rank is lost, and gloo does not end the collective")
+                raise RuntimeError("connection reset, since a rank is lost, and gloo does not end the wait")
+    return True
+
+
+def _look_at_collective(work: Work) -> bool:
+    """Wait a moment for a collective. Return whether it is done, or raise its error."""
+    try:
+        return _wait(work, _BETWEEN_LOOKS)
+    except RuntimeError as error:
+        if "Operation timed out" not in str(error):  # the collective's own error
+            raise
+    return work.is_completed() and _wait(work)
+
+
+class _LooksAtSend:
+    """Waits for a send in a thread of its own: a wait with a timeout would break the connection when the time is over.
+
+    Each call waits a moment and returns whether the send is done, or raises its error.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="send", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Work) -> None:
+        try:
+            _wait(work)
+        except BaseException as error:
+            self._error = error
+
+    def __call__(self) -> bool:
+        self._thread.join(_BETWEEN_LOOKS.total_seconds())
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
 
 
 class _ReduceScatter:

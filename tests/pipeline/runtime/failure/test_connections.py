@@ -162,7 +162,7 @@ def test_a_connection_with_the_number_of_a_kept_one_is_broken():
             each.close()
 
 
-# --- collectives that gloo does not end
+# --- collectives and sends that gloo does not end
 
 chain = []  # a group as the chain of reductions has them, in a rank
 
@@ -202,14 +202,15 @@ def given_up() -> float:
 
 
 def forgotten(number: int, name: str, port: int, pipe: Connection) -> None:
-    """Rank 0 waits in a collective without rank 1, while breaks leave all connections: as where gloo forgets a send."""
+    """Rank 0 waits without rank 1, while breaks leave all connections: as where gloo forgets a send."""
     joined(number, port)
     if number == 1:
         pipe.recv()  # the end of the pipe
     interrupt_waits()
     found: dict[str, tuple[str, float]] = {}
     began = time.monotonic()
-    thread = ended(lambda: COLLECTIVES[name](torch.ones(8)), found, name)
+    waits = COLLECTIVES | {"send": lambda whole: dist.send(whole, 1)}
+    thread = ended(lambda: waits[name](torch.ones(8)), found, name)
     thread.join(0.5)
     before = dict(found)
     while thread.is_alive() and time.monotonic() < began + PATIENCE:
@@ -219,8 +220,8 @@ def forgotten(number: int, name: str, port: int, pipe: Connection) -> None:
     pipe.recv()  # the process ends, although gloo's thread still waits
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_that_gloo_forgets_ends(name):
+@pytest.mark.parametrize("name", [*COLLECTIVES, "send"])
+def test_a_wait_that_gloo_forgets_ends(name):
     """The wait raises an error, the groups can be destroyed, and the process ends."""
     with two_ranks(forgotten, name) as (pipes, processes):
         assert pipes[0].poll(2 * PATIENCE), "it waits for the collective, or for the end of the groups"
@@ -298,6 +299,30 @@ def test_busy_ranks_are_not_left_behind(name, size):
             for process in processes:
                 process.join(PATIENCE)
                 assert process.exitcode == 0
+
+
+def test_sends_arrive_and_fail_as_before():
+    """Before and after waits can be interrupted: what is sent arrives, and a closed connection is an error."""
+    for numbers, error in workers.run(2, f"{__name__}:sent_to_another", timeout=60):
+        assert numbers == [0, 1, 2, 3] and error == "RuntimeError"
+
+
+def sent_to_another() -> tuple[list, str]:
+    interrupt_waits()
+    rank, received = dist.get_rank(), []
+    for number in range(4):
+        tensor = torch.full((300_000,), float(number))
+        work = dist.isend(tensor, 1 - rank)
+        got = torch.empty(300_000)
+        dist.recv(got, 1 - rank)
+        work.wait()
+        received.append(int(got.mean()))
+    dist.barrier()
+    try:
+        dist.isend(torch.ones(8), 1 - rank).wait(timedelta(seconds=0.2))  # nobody receives it, so gloo closes it
+        return received, ""
+    except RuntimeError as error:
+        return received, type(error).__name__
 
 
 def test_reduce_scatters_are_those_of_torch():
