@@ -296,10 +296,11 @@ class LayerWork:
 
     @property
     def _all_but_kept(self) -> Work:
-        """A forward without the attention and without the products whose results are kept.
+        """A forward without the products whose results are kept.
 
         Every other product of q, k, v, projection, (gate,) up, down is kept, beginning with the first. Of an even
-        number of products the last is not needed, but counts.
+        number of products the last is not needed, but counts. So does the attention, although torchtitan keeps its
+        result: without it, the published runs come out 11.5% off instead of 4.7%.
         """
         h, q, k, f = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.shape.ffn_hidden_size
         again = h * (k + q + f)  # keys, projection, and up of a gated MLP or else down
