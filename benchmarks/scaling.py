@@ -36,11 +36,6 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def rows_of(data: dict, model: str) -> dict[tuple[int, str], dict]:
-    """The grown rows of a model by number of replicas and schedule."""
-    return {(row["replicas"], row["schedule"]): row for row in data["grown"] if row["model"] == model}
-
-
 def models(_data: dict) -> str:
     rows = []
     for model in study.MODELS:
@@ -53,23 +48,17 @@ def models(_data: dict) -> str:
     return table(["", "layers", "hidden size", "heads", "t", "p", "v, interleaved", "batch, sequences", "GPUs"], rows)
 
 
-def lost(row: dict) -> float:
-    """The part of an iteration in which the busiest rank neither computes nor steps."""
-    parts = row["parts"]
-    return max(0.0, 1 - (parts["compute"] + parts["step"]) / row["seconds"])
-
-
 def bubble(data: dict) -> str:
     """The table of the lost part of an iteration by schedule, and of the speed of 2bw over the others."""
     rows = []
     for model in study.MODELS:
-        of = rows_of(data, model.name)
+        of = study.rows_of(data, model.name)
         for replicas in SHOWN[model.name]:
             cells = {schedule: of.get((replicas, schedule)) for schedule in ("flush", "interleaved", "2bw")}
             runs = {schedule: row for schedule, row in cells.items() if row and "refused" not in row}
             if not runs:
                 continue
-            shares = [f"{100 * lost(runs[name]):.1f}" if name in runs else "refused" for name in cells]
+            shares = [f"{100 * study.lost(runs[name]):.1f}" if name in runs else "refused" for name in cells]
             gains = [_over(runs, name) for name in ("flush", "interleaved")]
             rows.append([model.name, f"{runs['flush']['gpus']:,}", str(runs["flush"]["microbatches"]), *shares, *gains])
     heads = ["", "GPUs", "m", "flush, %", "interleaved, %", "2bw, %", "2bw over flush", "2bw over interleaved"]
@@ -88,7 +77,7 @@ def flush(data: dict) -> str:
     """The table of the parts of an iteration, on the largest number of GPUs on which all three schedules run."""
     rows = []
     for model in study.MODELS:
-        of = rows_of(data, model.name)
+        of = study.rows_of(data, model.name)
         names = ("flush", "interleaved", "2bw")
         common = [each for each in model.data if all("parts" in of.get((each, name), {}) for name in names)]
         for name in names:
@@ -121,7 +110,7 @@ def traffic(data: dict) -> str:
     """The table of the GB that a GPU sends in an iteration, and in a second."""
     rows = []
     for model in study.MODELS:
-        of = rows_of(data, model.name)
+        of = study.rows_of(data, model.name)
         for replicas in (SHOWN[model.name][0], SHOWN[model.name][2], SHOWN[model.name][-2]):
             row = of[replicas, "flush"]
             kinds = (("flush", "tensor"), ("flush", "pipeline"), ("interleaved", "pipeline"), ("bpipe", "moves"),

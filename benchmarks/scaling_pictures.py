@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import scaling_study as study
-from benchmarks.scaling import lost, rows_of
 from megatron.documents.picture import new_figure, save
 
 if TYPE_CHECKING:
@@ -65,12 +64,12 @@ def _lost(data: dict) -> "Figure":
     title = "A fixed batch over more replicas: flushes lose ever more of an iteration, 2bw does not"
     figure, panels = _figure(11, 3.4, 4, title)
     for model, axes in _models(panels):
-        of = rows_of(data, model.name)
+        of = study.rows_of(data, model.name)
         for schedule in ("flush", "interleaved", "2bw"):
             found = [row for row in of.values() if row["schedule"] == schedule and "refused" not in row]
             name = f"interleaved, v={model.virtual}" if schedule == "interleaved" else schedule
             style = {"color": _COLOURS[schedule], "marker": "o", "markersize": 3.5, "linewidth": 1.6, "label": name}
-            axes.plot([row["gpus"] for row in found], [100 * lost(row) for row in found], **style)
+            axes.plot([row["gpus"] for row in found], [100 * study.lost(row) for row in found], **style)
         _gpus(axes, [model.gpus(each) for each in model.data])
         axes.set_ylim(0, 60)
         axes.legend(fontsize=7.5, frameon=False, loc="upper left")
@@ -82,7 +81,7 @@ def _flush(data: dict) -> "Figure":
     figure, panels = _figure(11, 3.6, 4, "What a flush costs: filling and draining, and reductions that nothing hides")
     names = ("flush", "interleaved", "2bw")
     for model, axes in _models(panels):
-        of = rows_of(data, model.name)
+        of = study.rows_of(data, model.name)
         common = [each for each in model.data if all("parts" in of.get((each, name), {}) for name in names)]
         chosen = [common[0], common[len(common) // 2], common[-1]]
         places, labels = [], []
@@ -142,7 +141,7 @@ def _traffic(data: dict) -> "Figure":
         ("flush", "replicas", "#c8102e", "replicas"),
     )
     for model, axes in _models(panels):
-        of = rows_of(data, model.name)
+        of = study.rows_of(data, model.name)
         for schedule, kind, colour, label in lines:
             found = [row for row in of.values() if row["schedule"] == schedule and row.get("sent_gb", {}).get(kind)]
             points = [row["gpus"] for row in found], [row["sent_gb"][kind] for row in found]

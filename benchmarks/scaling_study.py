@@ -264,3 +264,14 @@ def _best_row(model: Model, schedule: str, estimate: Estimate) -> dict:
         "mfu": estimate.mfu,
         "memory_gib": estimate.memory_gib,
     }
+
+
+def rows_of(data: dict, model: str) -> dict[tuple[int, str], dict]:
+    """The grown rows of a model by number of replicas and schedule."""
+    return {(row["replicas"], row["schedule"]): row for row in data["grown"] if row["model"] == model}
+
+
+def lost(row: dict) -> float:
+    """The part of an iteration in which the busiest rank neither computes nor steps."""
+    parts = row["parts"]
+    return max(0.0, 1 - (parts["compute"] + parts["step"]) / row["seconds"])

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import scaling, scaling_pictures
 from benchmarks import scaling_study as study
-from benchmarks.scaling import TABLES, lost
+from benchmarks.scaling import TABLES
 
 DATA = json.loads(scaling.DATA.read_text())
 MODELS = {model.name: model for model in study.MODELS}
@@ -28,7 +28,7 @@ def test_pictures_show_the_data():
     versions of matplotlib do not matter.
     """
     for draw, schedules, value in (
-        (scaling_pictures._lost, ("flush", "interleaved", "2bw"), lambda row: 100 * lost(row)),
+        (scaling_pictures._lost, ("flush", "interleaved", "2bw"), lambda row: 100 * study.lost(row)),
         (scaling_pictures._best, study.SEARCHED, lambda row: 100 * row["mfu"]),
     ):
         rows = ROWS if draw is scaling_pictures._lost else DATA["best"]
