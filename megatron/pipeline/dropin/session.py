@@ -34,6 +34,7 @@ from megatron.pipeline.dropin.stages import RankStages, build_stages, require_or
 from megatron.pipeline.dropin.start import overlaps_off
 from megatron.pipeline.dropin.updates import EngineUpdate, MegatronUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.failure.agreement import gathered
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
     OLDER_VERSIONS,
     PREDICTED_VERSION,
@@ -236,11 +237,8 @@ class Session:
         self._rank = None
 
     def _say_saved(self) -> None:
-        mine = self._rank.engine.saved.peaks
-        peaks = [None] * parallel_state.get_pipeline_model_parallel_world_size()
-        torch.distributed.all_gather_object(
-            peaks, (mine, self._rank.memory.peak_bytes), group=parallel_state.get_pipeline_model_parallel_group()
-        )
+        own = (self._rank.engine.saved.peaks, self._rank.memory.peak_bytes)
+        peaks = gathered(own, parallel_state.get_pipeline_model_parallel_group())
         for rank, (counts, num_bytes) in enumerate(peaks):
             stages = ", ".join(f"{counted(count, 'microbatch')} at stage {stage}" for stage, count in counts.items())
             say(f"pipeline rank {rank} saved at most {num_bytes / 2**20:.2f} MiB of activations, {stages}")
@@ -291,10 +289,7 @@ def _any_rank_ties(chunks: Sequence[torch.nn.Module]) -> bool:
 
     Collective: every rank of the pipeline must call it.
     """
-    found = [False] * parallel_state.get_pipeline_model_parallel_world_size()
-    group = parallel_state.get_pipeline_model_parallel_group()
-    torch.distributed.all_gather_object(found, bool(tied_embeddings(chunks)), group=group)
-    return any(found)
+    return any(gathered(bool(tied_embeddings(chunks)), parallel_state.get_pipeline_model_parallel_group()))
 
 
 def _outcome(report: BatchReport) -> str:

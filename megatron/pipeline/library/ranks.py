@@ -28,6 +28,7 @@ from torch.distributed import HashStore, PrefixStore, distributed_c10d, is_initi
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.meetings import fresh_name
 from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.failure.agreement import gathered
 from megatron.pipeline.runtime.stages.module.stage import Loss, by_microbatches, sum_and_count
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 
@@ -108,8 +109,7 @@ def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) 
         raise ValueError(
             f"replicas is {replicas}, and data_parallel_group has {len(peers)} ranks; leave one of them out"
         )
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, list(peers), group=group)
+    found = gathered(list(peers), group)
     columns = list(dict.fromkeys(map(tuple, found)))
     if group is None:
         columns.sort()

@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from megatron.documents import counted
 from megatron.elastic.cache import CacheSeconds, measure, reading_pays
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
 from megatron.elastic.stages import Arrangement, cut_exactly, cut_greedily, cut_that_fits
 from megatron.pipeline.placement.topology import Process, this_process
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.pipeline.runtime.failure.agreement import control_group, gathered
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import RankMemory, estimate_memory
@@ -105,9 +103,7 @@ class ArrangementChoice:
             its reading and writing.
         """
         if not self._processes:
-            found: list = [None] * self.args.world_size
-            dist.all_gather_object(found, this_process(), group=control_group())
-            self._processes = tuple(found)
+            self._processes = tuple(gathered(this_process(), control_group()))
         if self._links is None and self.args.elastic_pipeline:
             self._links = measure_links(self._gradient_bytes(self.args))
         now = self.args.arrangement

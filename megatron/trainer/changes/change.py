@@ -44,7 +44,7 @@ from megatron.elastic.stages import Arrangement
 from megatron.pipeline.check import check
 from megatron.pipeline.runtime.contract.meetings import num_named
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.pipeline.runtime.failure.agreement import agreed, control_group
+from megatron.pipeline.runtime.failure.agreement import agreed, control_group, gathered
 from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointError
 from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuffers
 from megatron.pipeline.schedules import Schedule
@@ -211,10 +211,9 @@ def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
         program = schedule.build((num_microbatches,) * 3)
         check(program)
         digest = hashlib.sha256(program.to_csv().encode()).hexdigest()
-    digests: list = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest, group=control_group())
-    if len(set(digests)) > 1:
-        raise CheckpointError(f"ranks have built {len(set(digests))} different programs for {schedule}")
+    digests = set(gathered(digest, control_group()))
+    if len(digests) > 1:
+        raise CheckpointError(f"ranks have built {len(digests)} different programs for {schedule}")
 
 
 def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Change:
@@ -222,8 +221,7 @@ def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Cha
 
     Collective: every rank must call it.
     """
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (moved.num_bytes, moved.bytes_received, seconds), group=control_group())
+    found = gathered((moved.num_bytes, moved.bytes_received, seconds), control_group())
     return Change(
         before, run.args.arrangement, run.args.num_layers, sum(each[0] for each in found),
         sum(each[1] for each in found), max(each[2] for each in found),
@@ -306,8 +304,7 @@ def align_names() -> None:
     Collective: every rank must call it.
     """
     world, chains = dist.distributed_c10d._world, num_named
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (world.group_count, chains), group=control_group())
+    found = gathered((world.group_count, chains), control_group())
     world.group_count = max(count for count, _ in found)
     for _, theirs in found:
         chains |= theirs

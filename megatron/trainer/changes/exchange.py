@@ -23,16 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.trainer.changes.transfer_plan import (
-    Box,
-    Message,
-    Move,
-    Shape,
-    TensorPart,
-    boxes_of_range,
-    direct_messages,
-    packed_messages,
-)
+from megatron.trainer.changes.transfer_plan import Message, Move, TensorPart, direct_messages, packed_messages
+from megatron.trainer.checkpoint.boxes import Box, Shape, boxes_of_range
 from megatron.trainer.checkpoint.optimizer_state import ElementRange
 
 # --- a state dict as parts of whole tensors ---------------------------------------------------------------------------
@@ -62,7 +54,7 @@ def pieces_of(values: Iterable[ShardedTensor | ElementRange]) -> list[Piece]:
 
 def _pieces(value: ShardedTensor | ElementRange) -> Iterator[Piece]:
     if isinstance(value, ShardedTensor):
-        yield _piece(value, Box.at((0,) * len(value.local_shape), value.local_shape), value.data.detach())
+        yield _piece(value, Box.whole(value.local_shape), value.data.detach())
         return
     for whole, first, data in value.overlaps():
         begin = 0

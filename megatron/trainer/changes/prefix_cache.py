@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from megatron.elastic.cache import ActivationCache, Generation, require_usable, weights_digest
 from megatron.elastic.cache.folder import FEWEST_BYTES
-from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.pipeline.runtime.failure.agreement import control_group, gathered
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import num_samples
@@ -157,8 +157,7 @@ class PrefixCache:
         Collective: every rank must call it.
         """
         own = None if self._cache is None else self._cache.measured
-        found: list = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own and (own.read_seconds, own.write_seconds), group=control_group())
+        found = gathered(own and (own.read_seconds, own.write_seconds), control_group())
         known = [each for each in found if each is not None and None not in each]
         if not known:
             return None
@@ -170,9 +169,7 @@ class PrefixCache:
         Collective: every rank must call it.
         """
         own = None if self._cache is None else self._take_counts()
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own, group=control_group())
-        found = [each for each in gathered if each is not None]
+        found = [each for each in gathered(own, control_group()) if each is not None]
         if not found:
             return ""
         total = sum(found, Counter())

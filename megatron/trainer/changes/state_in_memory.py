@@ -39,10 +39,11 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
-from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group
+from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group, gathered
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.changes.exchange import Exchange, Piece, dtype_name, pieces_of, share_memory
-from megatron.trainer.changes.transfer_plan import Box, Shape, TensorPart, plan_moves
+from megatron.trainer.changes.transfer_plan import TensorPart, plan_moves
+from megatron.trainer.checkpoint.boxes import Box, Shape
 from megatron.trainer.checkpoint.checkpoint import Restoration, RunParts, run_state
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ElementRange, stays
@@ -173,7 +174,7 @@ class MemoryStore:
             common,
         )
         self._pieces += [_piece_of_object(key, dist.get_rank(), _bytes(pickled[key])) for key in objects]
-        self._held = _gathered(own)
+        self._held = gathered(own, control_group())
         self._kinds = {key: kind for each in self._held for key, kind in each.kinds.items()}
         self.common: dict = {}
         for each in self._held:
@@ -239,7 +240,7 @@ class MemoryStore:
         Collective: every rank must call it.
         """
         rank = dist.get_rank()
-        wanted = _gathered(([piece.part() for piece in pieces], sorted(objects)))
+        wanted = gathered(([piece.part() for piece in pieces], sorted(objects)), control_group())
         parts = [
             [*parts, *(self._part_of_object(key, target) for key in keys)]
             for target, (parts, keys) in enumerate(wanted)
@@ -275,13 +276,6 @@ class MemoryStore:
                    if key in each.objects]  # fmt: skip
         *_, size, holder = min(holders)
         return _part(key, holder, size)
-
-
-def _gathered(own: object) -> list:
-    """The values of all ranks in rank order. Collective: every rank must call it."""
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own, group=control_group())
-    return found
 
 
 def _tensors(sharded: ShardedStateDict) -> list[ShardedTensor | ElementRange]:

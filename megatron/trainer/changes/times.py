@@ -28,7 +28,7 @@ from megatron.elastic.stages import Stages
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.failure.agreement import control_group, on_rank_zero
+from megatron.pipeline.runtime.failure.agreement import control_group, gathered, on_rank_zero
 from megatron.pipeline.simulate.costs import Costs
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.metrics import flops_of_output_layer, flops_per_sample
@@ -70,14 +70,13 @@ def medians_of_stages(
         if span.track == COMPUTE and each.kind in kinds and each.microbatch >= first:
             found[each.stage][each.kind].append(span.end - span.start)
     own = {stage: {kind: statistics.median(times) for kind, times in times.items()} for stage, times in found.items()}
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own, group=control_group())
+    of_ranks = gathered(own, control_group())
     return {
         stage: {
-            kind: statistics.median([each[stage].get(kind, 0.0) for each in gathered if stage in each])
+            kind: statistics.median([each[stage].get(kind, 0.0) for each in of_ranks if stage in each])
             for kind in kinds
         }
-        for stage in sorted({stage for each in gathered for stage in each})
+        for stage in sorted({stage for each in of_ranks for stage in each})
     }
 
 
@@ -194,9 +193,7 @@ def measure_copies(num_bytes: int) -> tuple[float, float]:
             here[0].item()  # waits until a device has finished
             found.append(time.perf_counter() - begin)
         own.append(statistics.median(found[1:]) / num_bytes)
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own, group=control_group())
-    out, back = map(max, zip(*gathered, strict=True))
+    out, back = map(max, zip(*gathered(own, control_group()), strict=True))
     return out, back
 
 

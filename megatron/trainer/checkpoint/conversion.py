@@ -32,6 +32,7 @@ from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint import unpickling
 from megatron.trainer.checkpoint.arguments import saved_arguments
+from megatron.trainer.checkpoint.boxes import Box, overlap
 from megatron.trainer.checkpoint.directory import (
     COMMON_FILE,
     CheckpointLocation,
@@ -42,7 +43,7 @@ from megatron.trainer.checkpoint.directory import (
     read_manifest,
     write_manifest,
 )
-from megatron.trainer.checkpoint.hugging_face import Box, Weights, blocks, box_of, copy_common
+from megatron.trainer.checkpoint.hugging_face import Weights, blocks, box_of
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, INDEX_FILE, reading
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, sharding_metadata
 from megatron.trainer.checkpoint.tensor_table import (
@@ -143,9 +144,7 @@ class RankFilesWeights:
             parts = self._parts.get((tensor.key, tensor.index), ())
             if len(parts) != self._size:
                 raise CheckpointError(f"checkpoint {self.path} does not hold {tensor.key}, which its arguments ask for")
-            if sum(math.prod(last - first for first, last in box) for box, _ in self._places(tensor)) != math.prod(
-                tensor.shape
-            ):
+            if sum(box.size for box, _ in self._places(tensor)) != math.prod(tensor.shape):
                 raise CheckpointError(
                     f"checkpoint {self.path} holds {tensor.key} of shape {tuple(parts[0].shape)} on each of "
                     f"{self._size} tensor ranks, and its arguments say {tensor.shape}"
@@ -159,28 +158,28 @@ class RankFilesWeights:
         parts = self._parts[tensor.key, tensor.index]
         local = tuple(parts[0].shape)
         if local == tensor.shape:
-            yield tuple((0, size) for size in tensor.shape), parts[0]
+            yield Box.whole(tensor.shape), parts[0]
             return
         halves = 2 if len(tensor.pieces) == 2 else 1  # a gate, and the factor that it multiplies
         by_rows = local[0] != tensor.shape[0]
         for rank, part in enumerate(parts):
             if not by_rows:
-                yield ((0, local[0]), (rank * local[1], (rank + 1) * local[1])), part
+                yield Box.at((0, rank * local[1]), local), part
                 continue
             rows = local[0] // halves
             for half in range(halves):
                 first = half * (tensor.shape[0] // halves) + rank * rows
-                box = ((first, first + rows), *((0, size) for size in local[1:]))
-                yield box, part[half * rows : (half + 1) * rows]
+                yield Box.at((first, 0)[: len(local)], (rows, *local[1:])), part[half * rows : (half + 1) * rows]
 
     def dtype(self, tensor: Tensor) -> torch.dtype:
         return self._parts[tensor.key, tensor.index][0].dtype
 
     def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         box = box_of(tensor, rows, columns)
-        found = torch.empty([last - first for first, last in box], dtype=self.dtype(tensor))
+        found = torch.empty(box.shape, dtype=self.dtype(tensor))
         for its, part in self._places(tensor):
-            copy_common(found, box, part, its)
+            if common := overlap(box, its):
+                found[common.within(box)] = part[common.within(its)]
         return found
 
 
@@ -248,16 +247,17 @@ class CheckpointWeights:
     def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         key, axes = self._place(tensor)
         box = box_of(tensor, rows, columns)
-        whole = (*((place, place + 1) for place in axes), *box)
-        found = torch.empty([last - first for first, last in whole], dtype=self.dtype(tensor))
-        missing = found.numel()
+        whole = Box.at((*axes, *box.start), (*(1 for _ in axes), *box.shape))
+        found = torch.empty(whole.shape, dtype=self.dtype(tensor))
+        missing = whole.size
         for chunk in self._index.state_dict_metadata[key].chunks:
-            its = tuple((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(whole, its, strict=True)):
-                missing -= copy_common(found, whole, self._chunk(key, chunk.offsets), its)
+            its = Box.at(chunk.offsets, chunk.sizes)
+            if common := overlap(whole, its):
+                found[common.within(whole)] = self._chunk(key, chunk.offsets)[common.within(its)]
+                missing -= common.size
         if missing:
             raise CheckpointError(f"checkpoint {self._path} has {key} in part only")
-        return found.view([last - first for first, last in box])
+        return found.view(box.shape)
 
     def _chunk(self, key: str, offset: torch.Size) -> torch.Tensor:
         """A part as it was written.
@@ -346,7 +346,7 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor], *, apa
                 data = weights.read(tensor, rows, columns)
                 torch.save(data.view(*ones, *data.shape), stream)
                 box = box_of(tensor, rows, columns)
-                offset = torch.Size((*index, *(first for first, _ in box)))
+                offset = torch.Size((*index, *box.start))
                 chunks = entries[key].chunks
                 places[MetadataIndex(key, offset, len(chunks))] = _StorageInfo(
                     f"__0_{number}.distcp", place, stream.tell() - place

@@ -5,7 +5,6 @@ Only requested parts are read: for a conversion a block of rows, for a rank its 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +17,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.hugging_face import difference, facts_of, model_of, read_config
+from megatron.trainer.checkpoint.boxes import Box
 from megatron.trainer.checkpoint.checkpoint import Restoration, RunParts
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
@@ -54,26 +54,10 @@ def blocks(
             yield part, None if columns is None else (0, columns)
 
 
-Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: (first, last) for each axis, `last` exclusive."""
-
-
-def copy_common(target: torch.Tensor, target_box: Box, source: torch.Tensor, source_box: Box) -> int:
-    """Copy the elements that two parts of a tensor have in common. Returns their number."""
-    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target_box, source_box, strict=True)]
-    if any(first >= last for first, last in common):
-        return 0
-    into, of = (
-        tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(common, box, strict=True))
-        for box in (target_box, source_box)
-    )
-    target[into] = source[of]
-    return math.prod(last - first for first, last in common)
-
-
 def box_of(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Box:
     """The box of a part of a tensor, from its rows and columns."""
-    return (rows,) if len(tensor.shape) == 1 else (rows, columns or (0, tensor.shape[1]))
+    spans = (rows,) if len(tensor.shape) == 1 else (rows, columns or (0, tensor.shape[1]))
+    return Box(*zip(*spans, strict=True))
 
 
 class HuggingFaceWeights:

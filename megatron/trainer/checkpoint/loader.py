@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group
+from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group, gathered
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
     OLDER_VERSIONS,
@@ -151,11 +151,9 @@ class CheckpointReader:
 
         Transformer Engine's extra states, optimizer states and random states are not counted.
         """
-        wanted: list[set[str]] = [set()] * dist.get_world_size()
         mine = {value.key for value in nested_values(load_preprocess(state)[0]) if isinstance(value, ShardedTensor)}
-        dist.all_gather_object(wanted, mine, group=control_group())
         weights = {key for key, entry in self.index.state_dict_metadata.items() if hasattr(entry, "size")}
-        rest = weights - set().union(*wanted)
+        rest = weights.difference(*gathered(mine, control_group()))
         return sorted(key for key in rest if "_extra_state" not in key and not key.startswith(_BESIDE_WEIGHTS))
 
     def respell(self, state: dict) -> None:

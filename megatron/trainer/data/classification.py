@@ -16,7 +16,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.pipeline.runtime.failure.agreement import agreed
+from megatron.pipeline.runtime.failure.agreement import agreed, gathered
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.data.datasets import Datasets, needs_some, num_samples
@@ -183,9 +183,7 @@ def _read_alike(
     with agreed():
         found = [read(each) if each else None for each in paths]
     own = [None if each is None else each.digest for each in found]
-    gathered: list[list[str | None]] = [own] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
-    readers = [(rank, digests) for rank, digests in enumerate(gathered) if any(digests)]
+    readers = [(rank, digests) for rank, digests in enumerate(gathered(own)) if any(digests)]
     for rank, digests in readers:
         if digests != readers[0][1]:
             raise ValueError(

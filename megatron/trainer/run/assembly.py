@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from megatron import backend
 from megatron.documents import counted
-from megatron.pipeline.runtime.failure.agreement import agreed
+from megatron.pipeline.runtime.failure.agreement import agreed, gathered
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
@@ -158,8 +157,7 @@ def _require_one_program(args: TrainConfig) -> None:
     """Raise ValueError if ranks have read different programs, each from its own host."""
     if args.program is None:
         return
-    found: list[str] = [""] * args.world_size
-    torch.distributed.all_gather_object(found, args.program.short_hash)
+    found = gathered(args.program.short_hash)
     if len(set(found)) > 1:
         other = next(rank for rank, digits in enumerate(found) if digits != found[0])
         raise ValueError(
@@ -225,10 +223,9 @@ def _remedy(args: TrainConfig) -> str:
 
 
 def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage], position: CheckpointPosition) -> None:
-    gathered = [None] * args.world_size
-    torch.distributed.all_gather_object(gathered, [(stage.index, _num_parameters(args, stage)) for stage in stages])
+    of_ranks = gathered([(stage.index, _num_parameters(args, stage)) for stage in stages])
     totals: dict[int, float] = {}
-    for index, count in (pair for pairs in gathered for pair in pairs):
+    for index, count in chain.from_iterable(of_ranks):
         totals[index] = totals.get(index, 0) + count
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)

@@ -31,7 +31,7 @@ from megatron.core import parallel_state
 from megatron.documents.files import problem_with_directory
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import agreement
-from megatron.pipeline.runtime.failure.agreement import on_rank_zero
+from megatron.pipeline.runtime.failure.agreement import gathered, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import environment_ranks, number_of
 from megatron.pipeline.runtime.stages.megatron.groups import name_groups_to_come
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
@@ -316,9 +316,7 @@ def require_room(args: TrainConfig, layers: Sequence[int]) -> None:
     hosting = from_flags.hosting_of(args)
     if hosting is None:
         return
-    needs = [None] * args.world_size
-    torch.distributed.all_gather_object(needs, _own_need(args, hosting, layers))
-    if (sentence := shortage(needs)) is not None:
+    if (sentence := shortage(gathered(_own_need(args, hosting, layers)))) is not None:
         raise ValueError(sentence)
 
 
