@@ -39,7 +39,7 @@ from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.program.edges import v
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.emulated import (

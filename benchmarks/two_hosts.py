@@ -44,7 +44,7 @@ from megatron.pipeline.placement.mapping import Degrees, inverse, pair_adjacent,
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.lane_order import pair_of
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.emulated import EmulatedStage, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.schedules import Schedule

@@ -67,7 +67,7 @@ class _Worker:
     def name(self) -> str:
         return f"rank {self.rank} (local rank {self.local_rank}, process {self.process.pid})"
 
-    def end(self) -> str:
+    def describe_end(self) -> str:
         """Describe in a few words how the process ended."""
         status = self.process.returncode
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -170,7 +170,7 @@ class _Node:
         if worker.process.returncode == 0:
             self.num_ended_well += 1
             return
-        sentence, status = worker.end(), worker.status()
+        sentence, status = worker.describe_end(), worker.status()
         self.failure = self.failure or (sentence, status)
         accepts = self.board.read(ACCEPTS_LOSSES) == "yes"
         if not accepts and not worker.is_out:

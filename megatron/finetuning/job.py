@@ -166,7 +166,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     args = settled_intervals(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan, data)
     with agreement.agreed():  # a host may have another file
-        done = _progress(args, facts)
+        done = _saved_progress(args, facts)
     with agreement.agreed():  # the first rank alone writes
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(
@@ -343,7 +343,7 @@ def _best(args: argparse.Namespace, done: SavedProgress) -> Best | None:
     return best
 
 
-def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:
+def _saved_progress(args: argparse.Namespace, facts: dict) -> SavedProgress:
     """The progress with which the run begins. Raises ValueError if the checkpoint was made with other settings."""
     begin = SavedProgress(0, 0, **facts)
     if args.resumed_from is None:

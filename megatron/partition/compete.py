@@ -162,19 +162,19 @@ def compete(
     if "sequential" in methods:
         enter("sequential", _sequential)
     if "mixed" in methods:
-        purse = None if seconds is None else Budget(math.inf, ends_at=ends_at)
+        common_budget = None if seconds is None else Budget(math.inf, ends_at=ends_at)
         for stages in range(1, max_stages_per_device + 1):
             name, least = f"mixed L={stages * graph.num_devices}", min(map(milliseconds_of, results), default=math.inf)
-            if results and purse is None:
+            if results and common_budget is None:
                 saved = max(0.0, least - graph.bound_ms) / 1000 * num_microbatches
-                purse = Budget(SHARE * saved / _seconds_of_a_price(graph))
+                common_budget = Budget(SHARE * saved / _seconds_of_a_price(graph))
             if least <= graph.bound_ms * alike:
                 failures[name] = f"not searched, since the best so far is within {alike - 1:.2%} of the bound"
-            elif purse is not None and results and purse.spent:
+            elif common_budget is not None and results and common_budget.spent:
                 spent = "--seconds are over" if seconds is not None else "it would take longer than it can save"
                 failures[name] = f"not searched, since {spent}"
             else:
-                enter(name, _Mixed(stages, max_stages_per_device, seed, effort, purse, progress))
+                enter(name, _Mixed(stages, max_stages_per_device, seed, effort, common_budget, progress))
     if "metis" in methods:
         enter("metis", lambda units: _metis(units, seed))
     if "milp" in methods:
@@ -279,14 +279,14 @@ class _Mixed:
     most_stages: int
     seed: int
     effort: float
-    purse: Budget | None
+    common_budget: Budget | None
     progress: Callable[[str], None]
     found: Found | None = None
 
     def __call__(self, units: Units) -> tuple[Partition, str] | None:
         found = mix(
             units, self.stages * units.num_devices, self.most_stages, seed=self.seed, effort=self.effort,
-            purse=self.purse, before=self.found, progress=self.progress,
+            common_budget=self.common_budget, before=self.found, progress=self.progress,
         )  # fmt: skip
         if found is None:
             return None

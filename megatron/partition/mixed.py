@@ -183,7 +183,7 @@ def mix(
     *,
     seed: int = 0,
     effort: float = 1.0,
-    purse: Budget | None = None,
+    common_budget: Budget | None = None,
     before: Found | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found | None:
@@ -191,30 +191,30 @@ def mix(
 
     Args:
         effort: factor on the length of the search after refinement.
-        purse: the budget of all searches together.
+        common_budget: the budget of all searches together.
         before: the only partition to start from; None: start from all coarsenings.
     """
     enough = max(units.graph.bound_ms * PICOSECONDS, units.bound) * NEAR_ENOUGH
-    starts = _starts(units, num_stages, most_stages, enough, purse, progress) if before is None else [before]
+    starts = _starts(units, num_stages, most_stages, enough, common_budget, progress) if before is None else [before]
     found: dict[Score, Found] = {}
     for number, start in enumerate(starts):
         progress(f"L = {num_stages}, start {number + 1} of {len(starts)}")
         state = PartitionState(units, start.placed.stage_of, start.placed.device_of)
-        score = refine(state, Budget(PRICES_PER_START, of=purse), enough=enough)
+        score = refine(state, Budget(PRICES_PER_START, of=common_budget), enough=enough)
         found.setdefault(score, Found(score, state.placed(), start.start))  # of equal scores the first is kept
         if not score.excess and score.worst <= enough:
             return found[score]
     best = []
     for each in sorted(found.values(), key=lambda each: each.score)[:KEPT]:
         progress(f"L = {num_stages}, from {each.score.worst / PICOSECONDS:.3f} ms")
-        budget = Budget(int(effort * PRICES_OF_KICKS / KEPT), of=purse)
+        budget = Budget(int(effort * PRICES_OF_KICKS / KEPT), of=common_budget)
         best.append(_kicked(units, each, random.Random(seed), budget, effort * PATIENCE, enough))
     fitting = [each for each in best if not each.score.excess]
     return min(fitting, key=lambda each: each.score, default=None)
 
 
 def _starts(
-    units: Units, num_stages: int, most_stages: int, enough: float, purse: Budget | None,
+    units: Units, num_stages: int, most_stages: int, enough: float, common_budget: Budget | None,
     progress: Callable[[str], None],
 ) -> list[Found]:  # fmt: skip
     """The best refined partitions of coarse units, expressed in fine units."""
@@ -231,7 +231,7 @@ def _starts(
                 continue
             seen.add(placed)
             state = PartitionState(coarse, placed.stage_of, placed.device_of)
-            score = refine(state, Budget(PRICES_PER_START, of=purse), enough=enough)
+            score = refine(state, Budget(PRICES_PER_START, of=common_budget), enough=enough)
             stage_of = tuple(state.stage_of[each] for each in coarse_of)
             found.append(Found(score, Placed(stage_of, tuple(state.device_of)), f"{name}, {order}"))
     return sorted(found, key=lambda each: each.score)[:REFINED]

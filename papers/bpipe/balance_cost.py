@@ -46,7 +46,7 @@ from benchmarks.common.results import parser_of, save, set_environment, status_o
 from benchmarks.common.tables import Row, show_table, spread
 from megatron.pipeline.program.instruction import COMPUTATIONS, OWN_MOVES, Instruction
 from megatron.pipeline.program.lane_order import MoveOrder
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.emulated import EmulatedTimes, EmulatedUpdate

@@ -59,10 +59,10 @@ def test_no_search_where_nothing_can_be_won():
 
 
 def test_a_search_takes_from_the_budget_of_all():
-    purse = Budget(10)
-    one, other = Budget(6, of=purse), Budget(6, of=purse)
+    common_budget = Budget(10)
+    one, other = Budget(6, of=common_budget), Budget(6, of=common_budget)
     one.left -= 6
-    assert one.spent and not other.spent and purse.left == 4
+    assert one.spent and not other.spent and common_budget.left == 4
     other.left -= 4
     assert other.spent and other.left == 2
     assert Budget(5, ends_at=0.0).spent

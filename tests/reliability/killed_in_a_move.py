@@ -16,7 +16,7 @@ from megatron.trainer.run import entry
 
 def kill_in_move(number: int) -> None:
     """From now on, the process ends in its move of that number."""
-    from megatron.pipeline.runtime.activations.captured import ActivationMemory
+    from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 
     take_buffer, num_taken = ActivationMemory.take_buffer, 0
 

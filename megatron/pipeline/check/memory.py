@@ -265,7 +265,7 @@ def complete_at(compact: CompactProgram, rank: int) -> dict[int, int]:
     return found
 
 
-class Held:
+class HeldMicrobatches:
     """The possible numbers of microbatches that a stage holds, depending on how many moves are complete."""
 
     def __init__(self) -> None:
@@ -296,7 +296,7 @@ class _Count(NamedTuple):
     """The count of a stage or of a rank, with its largest number so far and the largest allowed number."""
 
     name: str
-    held: Held
+    held: HeldMicrobatches
     bound: int | None
     peak: list[int]  # one number
     scope: str = ""
@@ -327,9 +327,10 @@ def prove_memory(
     num_stages, num_ranks = compact.num_stages, len(compact.codes)
     limits = _limits(bounds, num_stages, "stage")
     limits_of_ranks = _limits(bounds_of_ranks, num_ranks, "rank")
-    by_stage = {stage: _Count(f"stage {stage}", Held(), limit, [0]) for stage, limit in enumerate(limits)}
+    by_stage = {stage: _Count(f"stage {stage}", HeldMicrobatches(), limit, [0]) for stage, limit in enumerate(limits)}
     by_rank = [
-        _Count(f"rank {rank}", Held(), limit, [0], " over its stages") for rank, limit in enumerate(limits_of_ranks)
+        _Count(f"rank {rank}", HeldMicrobatches(), limit, [0], " over its stages")
+        for rank, limit in enumerate(limits_of_ranks)
     ]
     recomputed, deferred = [0] * num_stages, [0] * num_stages
     for rank, codes in enumerate(compact.codes):
@@ -343,10 +344,10 @@ def prove_memory(
     return Peaks(saved, on_rank, tuple(recomputed), tuple(deferred))
 
 
-def hold(compact: CompactProgram, rank: int, end: int) -> dict[int, Held]:
+def hold(compact: CompactProgram, rank: int, end: int) -> dict[int, HeldMicrobatches]:
     """The microbatches that each stage of a rank holds after the first `end` instructions of its row."""
-    by_stage = {stage: _Count(f"stage {stage}", Held(), None, [0]) for stage in compact.stages_of(rank)}
-    _count(compact, rank, end, by_stage, _Count(f"rank {rank}", Held(), None, [0]))
+    by_stage = {stage: _Count(f"stage {stage}", HeldMicrobatches(), None, [0]) for stage in compact.stages_of(rank)}
+    _count(compact, rank, end, by_stage, _Count(f"rank {rank}", HeldMicrobatches(), None, [0]))
     return {stage: count.held for stage, count in by_stage.items()}
 
 

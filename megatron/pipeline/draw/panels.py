@@ -71,7 +71,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensors:
     """The weights of a stage in a slot of a rank, or its gradients in a buffer of the rank.
 
     Attributes:
@@ -88,9 +88,9 @@ class Held:
     end: float
 
 
-def residents_of(timeline: Timeline) -> list[Held]:
+def residents_of(timeline: Timeline) -> list[HeldTensors]:
     """The weights in the slots of each rank; a stage takes the lowest free slot."""
-    found: list[Held] = []
+    found: list[HeldTensors] = []
     taken: dict[tuple[int, int], tuple[int, float, float]] = {}  # rank, stage -> slot, start, fetched
     for span in timeline.spans:
         place = span.rank, span.instruction.stage
@@ -100,13 +100,13 @@ def residents_of(timeline: Timeline) -> list[Held]:
             taken[place] = slot, span.start, span.end
         elif span.instruction.kind is Kind.FREE:
             slot, *times = taken.pop(place)
-            found.append(Held(span.rank, slot, place[1], *times, span.end))
+            found.append(HeldTensors(span.rank, slot, place[1], *times, span.end))
     return found
 
 
-def accumulated_of(timeline: Timeline) -> list[Held]:
+def accumulated_of(timeline: Timeline) -> list[HeldTensors]:
     """The gradients in the buffers of each rank; a stage takes the buffer that was returned first."""
-    found: list[Held] = []
+    found: list[HeldTensors] = []
     free = [deque(range(min(GRADIENT_BUFFERS, len(timeline.stages_of(rank))))) for rank in range(timeline.num_ranks)]
     taken: dict[int, tuple[int, float]] = {}  # stage -> buffer, start
     for span in timeline.spans:
@@ -116,7 +116,7 @@ def accumulated_of(timeline: Timeline) -> list[Held]:
         elif kind is Kind.STORE_GRAD:
             buffer, start = taken.pop(stage)
             free[span.rank].append(buffer)
-            found.append(Held(span.rank, buffer, stage, start, span.start, span.end))
+            found.append(HeldTensors(span.rank, buffer, stage, start, span.start, span.end))
     return found
 
 

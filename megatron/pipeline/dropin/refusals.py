@@ -19,7 +19,7 @@ from megatron.pipeline.dropin.flags import (
     weights_of,
 )
 from megatron.pipeline.schedules import PRESETS
-from megatron.pipeline.start_up.core_version import dotted, installed_version
+from megatron.pipeline.start_up.core_version import dotted, installed_core_version
 from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 
 _TELLS_ENDS_ALONE = (0, 16)
@@ -235,7 +235,7 @@ def _require_borders_on_all_stages(args: argparse.Namespace) -> None:
     stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     if not getattr(args, "sft", False) or stages <= 2:
         return
-    version = installed_version()
+    version = installed_core_version()
     if version is not None and version[:2] == _TELLS_ENDS_ALONE:
         raise ValueError(
             f"--sft on {stages} pipeline stages: get_batch of Megatron-LM {dotted(version)} gives cu_seqlens to the "

@@ -17,7 +17,7 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.pipeline.dropin.flags import batches_of
 from megatron.pipeline.dropin.updates import ForwardStep, MegatronUpdate
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine

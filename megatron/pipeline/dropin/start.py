@@ -29,7 +29,7 @@ from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.start_up.late_weights import (
     LOOKS_UP_GRADIENTS,
     engine_keeps_main_grad,
-    installed_version,
+    installed_engine_version,
 )
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 
@@ -97,7 +97,7 @@ def _require_engine_that_follows(args: argparse.Namespace) -> None:
     fuses = getattr(args, "gradient_accumulation_fusion", False)
     if getattr(args, "transformer_impl", None) != "transformer_engine" or not fuses:
         return
-    version = installed_version()
+    version = installed_engine_version()
     if engine_keeps_main_grad(version):
         raise ValueError(
             f"Transformer Engine {version} adds to the gradient buffer that its forward saw, and {flag_of(args)} "

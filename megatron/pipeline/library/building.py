@@ -20,7 +20,7 @@ from megatron.pipeline.library.ranks import Groups, LossCounts, Ranks
 from megatron.pipeline.library.stages import ChainModule, LibraryStage, LossFunction, Specs, StageModule, edges_of
 from megatron.pipeline.program.edges import rank_of_stage
 from megatron.pipeline.program.instruction import Tensor as Travelling
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
 from megatron.pipeline.runtime.failure.agreement import Agreement
 from megatron.pipeline.runtime.stages.module.rank_update import OfStage

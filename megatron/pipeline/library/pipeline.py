@@ -24,7 +24,7 @@ from megatron.pipeline.library.building import Tie, build_stage, place, stage_mo
 from megatron.pipeline.library.ranks import Groups, LossCounts, close_at_exit, find_ranks, leave_at_exit
 from megatron.pipeline.library.stages import LossFunction, Specs, edges_of, find_specs
 from megatron.pipeline.library.state import load_state, require_loadable, state_of
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, BatchReport
 from megatron.pipeline.runtime.contract.trace import CudaClock, RankTrace, Tracer, gather_traces
 from megatron.pipeline.runtime.contract.trace import timeline as timeline_of

@@ -26,7 +26,7 @@ from megatron.pipeline.library.batches import MicrobatchData
 from megatron.pipeline.library.ranks import LossCounts, Ranks
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
-from megatron.pipeline.runtime.activations.captured import RandomState
+from megatron.pipeline.runtime.activations.saved_activations import RandomState
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec, has_gradients
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage

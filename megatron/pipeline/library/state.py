@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron.pipeline.runtime.activations.captured import RandomState
+from megatron.pipeline.runtime.activations.saved_activations import RandomState
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions

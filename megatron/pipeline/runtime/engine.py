@@ -17,7 +17,7 @@ from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction, Kind
 from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, DeferredBytes, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,

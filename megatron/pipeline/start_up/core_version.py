@@ -38,7 +38,7 @@ TRAINED = {
 
 def require_trained_core() -> None:
     """Raise ValueError if the trainer cannot run with the megatron.core on Python's path."""
-    version = installed_version()
+    version = installed_core_version()
     if version and version[:2] not in TRAINED:
         raise ValueError(
             f"megatron.core {dotted(version)} of {_folder().parents[1]} is not supported by this project's own "
@@ -51,11 +51,11 @@ def require_trained_core() -> None:
 @cache
 def installed_core() -> Core:
     """The `Core` of the megatron.core on Python's path; that of the newest known version if its version is unknown."""
-    version = installed_version()
+    version = installed_core_version()
     return TRAINED[version[:2]] if version and version[:2] in TRAINED else TRAINED[max(TRAINED)]
 
 
-def installed_version() -> tuple[int, ...] | None:
+def installed_core_version() -> tuple[int, ...] | None:
     """The version of the megatron.core on Python's path; None if there is none, or its sources do not state one."""
     folder = _folder()
     return core_version(folder) if folder else None

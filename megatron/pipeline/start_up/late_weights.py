@@ -104,7 +104,7 @@ PUTS_GRADIENTS_OFF = "2.3.0"
 """The first Transformer Engine whose linear layers can put weight gradients off (`delay_wgrad_compute`)."""
 
 
-def installed_version() -> str:
+def installed_engine_version() -> str:
     """The installed version of Transformer Engine; "0.0" if it has no package metadata, as when built from source."""
     try:
         return importlib.metadata.version("transformer_engine")

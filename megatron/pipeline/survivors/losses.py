@@ -19,7 +19,7 @@ COLUMNS = ("lost", "batch", "slower", "bound", "slower at least", "held before",
 
 
 @dataclass(frozen=True)
-class Loss:
+class RankLoss:
     """Lost ranks, with the job without them, or with the reason why it cannot go on."""
 
     lost: tuple[ReplicaRank, ...]
@@ -79,7 +79,7 @@ def losses_of(
     lost: Iterable[Sequence[ReplicaRank]],
     costs: Costs | None = None,
     most_held: int | None = None,
-) -> list[Loss]:
+) -> list[RankLoss]:
     """Return the result for each of the losses `lost`. The other arguments are those of `without`.
 
     If the job cannot go on after a loss, its result has the reason.
@@ -93,10 +93,10 @@ def losses_of(
             left = without(
                 schedule, num_microbatches, num_replicas=num_replicas, lost=each, costs=costs, most_held=most_held
             )
-            found.append(Loss(tuple(each), left))
+            found.append(RankLoss(tuple(each), left))
         except ValueError as error:
             first = first or error
-            found.append(Loss(tuple(each), None, str(error)))
+            found.append(RankLoss(tuple(each), None, str(error)))
     if first is not None and all(each.survivors is None for each in found):
         raise first
     return found

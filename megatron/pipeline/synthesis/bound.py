@@ -281,7 +281,7 @@ def most_work(kinds: list[tuple[float, float]], limit: float, count: int) -> flo
 
 
 @dataclass(frozen=True)
-class Waits:
+class FillAndDrain:
     """The two waits of a rank, and the computations that may fill them.
 
     Attributes:
@@ -299,7 +299,7 @@ class Waits:
     recomputes: float
 
     @classmethod
-    def of(cls, problem: Problem, rank: int) -> "Waits":
+    def of(cls, problem: Problem, rank: int) -> "FillAndDrain":
         forwards, backwards = own_places(problem, rank)
         end = len(problem.path) - 1
         drain = path_seconds(problem, forwards[-1], end) - problem.seconds[problem.path[forwards[-1]]]
@@ -326,7 +326,7 @@ def _fill_and_drain(problem: Problem, rank: int) -> float:
     limit, m = problem.room_of(rank), problem.num_microbatches
     if math.isinf(limit):
         return 0.0
-    waits = Waits.of(problem, rank)
+    waits = FillAndDrain.of(problem, rank)
     before = most_work(waits.filling, limit, m) + waits.recomputes
     after = most_work(waits.draining, limit, m)
     rest = problem.work(rank) - before - after

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from megatron.pipeline.check.memory import Held
+from megatron.pipeline.check.memory import HeldMicrobatches
 from megatron.pipeline.program.instruction import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
@@ -145,7 +145,7 @@ def most_held(problem: Problem, program: Program) -> tuple[float, ...]:
 
 def held_by(problem: Problem, row: Row) -> float:
     """Return the most memory that a row may hold at any time, whatever the timing."""
-    pairs, order, held = Pairs(problem.rank_of_stage), MoveOrder(), Held()
+    pairs, order, held = Pairs(problem.rank_of_stage), MoveOrder(), HeldMicrobatches()
     lanes = awaited_in_lanes(row, problem.rank_of_stage) if any(each.kind in SWAPS for each in row) else {}
     peak, num_moves, number_at = 0.0, 0, []
     for position, each in enumerate(row):

@@ -38,8 +38,8 @@ from itertools import accumulate
 
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.bound import (
+    FillAndDrain,
     Turns,
-    Waits,
     held_over_time,
     lower_bound,
     most_work,
@@ -148,7 +148,7 @@ def _ratio(size: float, seconds: float) -> float:
 
 
 def _fill_and_drain(problem: Problem, rank: int, copies: _Copies) -> float:
-    limit, waits = problem.limit_of(rank), Waits.of(problem, rank)
+    limit, waits = problem.limit_of(rank), FillAndDrain.of(problem, rank)
     forwards, backwards = own_places(problem, rank)
     end = len(problem.path) - 1
     first = problem.path[forwards[0]]

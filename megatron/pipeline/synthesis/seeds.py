@@ -84,7 +84,7 @@ def legs_of(rank_of_stage: tuple[int, ...]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Waits:
+class Pattern:
     """The parameters of a pattern.
 
     Attributes:
@@ -110,7 +110,7 @@ class Patterns:
         self._legs = legs_of(problem.rank_of_stage)
         self._num_legs = 2 * (max(self._legs) + 1)
         self._hops = self._mean_hops()
-        self._best: list[tuple[float, float, int, Waits]] = []
+        self._best: list[tuple[float, float, int, Pattern]] = []
         self._made = 0
 
     def words(self, chance: random.Random) -> tuple[float, Words] | None:
@@ -134,7 +134,7 @@ class Patterns:
         self._keep(0.0, times.seconds, waits)
         return times.seconds, words
 
-    def _keep(self, excess: float, seconds: float, waits: Waits) -> None:
+    def _keep(self, excess: float, seconds: float, waits: Pattern) -> None:
         if not any(each[:2] == (excess, seconds) for each in self._best):
             insort(self._best, (excess, seconds, self._made, waits))
             del self._best[_PARENTS:]
@@ -174,7 +174,7 @@ class Patterns:
         stages = self.problem.num_stages
         return self._legs[place] if place < stages else self._num_legs - 1 - self._legs[2 * stages - 1 - place]
 
-    def offsets(self, waits: Waits, *, moves: bool = True) -> list[float] | None:
+    def offsets(self, waits: Pattern, *, moves: bool = True) -> list[float] | None:
         """Return when microbatch 0 passes each queue, or None where it finds no free place.
 
         If `moves`, a W without a free place may overlap other computations, which move when words are timed.
@@ -206,7 +206,7 @@ class Patterns:
             offsets[queue] = ready if at is None else at
         return offsets
 
-    def at_random(self, chance: random.Random) -> Waits:
+    def at_random(self, chance: random.Random) -> Pattern:
         """Choose waits at random. Mostly the strides of two successive legs add up to a part of the period.
 
         If such legs pass the ranks in opposite directions, their computations then meet on no rank or on all ranks.
@@ -223,9 +223,9 @@ class Patterns:
             strides = [chance.choice((0.0, chance.random() * 0.15)) * period for _ in strides]
         most = max(1, math.ceil(self.problem.num_ranks / 2))
         turns = [chance.choice((0, 0, 0, chance.randrange(most + 1))) * period for _ in strides]
-        return Waits(period, tuple(strides), tuple(turns))
+        return Pattern(period, tuple(strides), tuple(turns))
 
-    def changed(self, waits: Waits, chance: random.Random) -> Waits:
+    def changed(self, waits: Pattern, chance: random.Random) -> Pattern:
         """Return `waits` with a random change of the period, of a stride, or of a turn."""
         leg, kind = chance.randrange(self._num_legs), chance.random()
         if kind < 0.15:

@@ -29,7 +29,7 @@ from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import held_over_time
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words, csv_of
-from megatron.pipeline.synthesis.seeds import Patterns, Waits, named_words
+from megatron.pipeline.synthesis.seeds import Pattern, Patterns, named_words
 from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
@@ -258,7 +258,7 @@ class _Found:
     """
 
     score: tuple[float, ...]
-    waits: Waits
+    waits: Pattern
     offsets: list[float]
     held: list[float]
     name: str = "a repeating pattern"
@@ -301,7 +301,7 @@ def _without_waits(problem: Problem, patterns: Patterns, least: float) -> Iterat
     """
     last, none, period = _one_after_another(problem, patterns), (0.0,) * 2 * problem.num_stages, least
     while period < last.waits.period:
-        waits = Waits(period, none, none)
+        waits = Pattern(period, none, none)
         offsets = patterns.offsets(waits, moves=False)
         made = None if offsets is None else _judged(problem, patterns, waits, offsets)
         if made is not None and not made.score[0] and _keeps(problem, made):
@@ -323,12 +323,12 @@ def _one_after_another(problem: Problem, patterns: Patterns) -> _Found:
             now += problem.seconds[each]
     # A little longer, so that computations that take no time do not meet those of the next microbatch.
     longer = max(1.01 * now, math.nextafter(now, math.inf))
-    found = _judged(problem, patterns, Waits(longer, (), ()), offsets)
+    found = _judged(problem, patterns, Pattern(longer, (), ()), offsets)
     assert found is not None and _keeps(problem, found)
     return replace(found, name="one microbatch after another")
 
 
-def _judged(problem: Problem, patterns: Patterns, waits: Waits, offsets: list[float]) -> _Found | None:
+def _judged(problem: Problem, patterns: Patterns, waits: Pattern, offsets: list[float]) -> _Found | None:
     """Return a pattern, or None if a batch would wait for the step before it.
 
     The first forward of batch j is (m + 1) periods behind the last one of batch j - 2, and needs the weights with the

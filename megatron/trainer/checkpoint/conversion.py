@@ -49,7 +49,7 @@ from megatron.trainer.checkpoint.state import FORMAT_VERSION, sharding_metadata
 from megatron.trainer.checkpoint.tensor_table import (
     FURTHER_LAYERS,
     LAYERS,
-    Piece,
+    RowRange,
     Source,
     Tensor,
     canonical,
@@ -388,7 +388,7 @@ def _parts_of(weights: Weights, source: Source) -> Iterator[torch.Tensor]:
                     yield weights.read(tensor, rows, columns)
 
 
-def _as_there(whole: torch.Tensor, pieces: tuple[Piece, ...]) -> torch.Tensor:
+def _as_there(whole: torch.Tensor, pieces: tuple[RowRange, ...]) -> torch.Tensor:
     """All rows of our tensor in the order of the files."""
     there = whole.new_empty((sum(piece.count for piece in pieces), *whole.shape[1:]))
     for piece in pieces:

@@ -38,7 +38,7 @@ COMMON_FILE = "common.pt"
 _CHUNK_BYTES = 16 * 1024 * 1024
 
 
-def checksum(path: Path) -> dict[str, int | str]:
+def size_and_checksum(path: Path) -> dict[str, int | str]:
     """The size in bytes and the CRC-32 (eight hexadecimal digits) of a file."""
     value, size = 0, 0
     with open(path, "rb") as stream:
@@ -51,12 +51,12 @@ def checksum(path: Path) -> dict[str, int | str]:
 def write_manifest(directory: Path, synced: Mapping[str, dict] = MappingProxyType({})) -> None:
     """Write `checksums.json`, and make all files durable.
 
-    `synced`: name of an already durable file -> the result of `checksum`.
+    `synced`: name of an already durable file -> the result of `size_and_checksum`.
     """
     files = dict(synced)
     for name in sorted(set(os.listdir(directory)) - synced.keys()):
         sync_file(directory / name)
-        files[name] = checksum(directory / name)
+        files[name] = size_and_checksum(directory / name)
     content = {"files": files, "crc32": _own_checksum(files)}
     write_synced(directory / MANIFEST, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
@@ -89,7 +89,7 @@ def find_damage(directory: Path, files: dict[str, dict], names: list[str]) -> li
         elif (size := path.stat().st_size) != expected["size"]:
             state = "truncated" if size < expected["size"] else "longer than it was written"
             problems.append(f"checkpoint file {path} is {state}: {size} of {expected['size']} bytes")
-        elif checksum(path)["crc32"] != expected["crc32"]:
+        elif size_and_checksum(path)["crc32"] != expected["crc32"]:
             problems.append(f"checkpoint file {path} is damaged: its checksum does not match")
     return problems
 

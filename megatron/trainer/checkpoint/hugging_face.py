@@ -22,7 +22,7 @@ from megatron.trainer.checkpoint.checkpoint import Restoration, RunParts
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
 from megatron.trainer.checkpoint.tensor_rows import REPEATED, tensors_of
-from megatron.trainer.checkpoint.tensor_table import Piece, Tensor, canonical, sources_of
+from megatron.trainer.checkpoint.tensor_table import RowRange, Tensor, canonical, sources_of
 from megatron.trainer.files.safetensors_files import BUFFERS, WeightsFolder
 
 BLOCK = 32 * 2**20
@@ -153,7 +153,7 @@ class HuggingFaceWeights:
             found[start - first : stop - first] = data
         return found
 
-    def _rows(self, tensor: Tensor, piece: Piece, first: int, last: int) -> torch.Tensor:
+    def _rows(self, tensor: Tensor, piece: RowRange, first: int, last: int) -> torch.Tensor:
         """Rows of a tensor in the files, or of one expert's part of it.
 
         The rows of a transposed tensor are needed again for each of its pieces, so they are kept until others are read.

@@ -6,7 +6,7 @@ GPT-2's matrices are transposed; GPT-OSS has the experts of a layer in one tenso
 alternate; and a vocabulary is padded.
 
 Solution: every tensor of ours is a sequence of row ranges. Each is a range of rows, or of every second row, of one
-tensor in the files, transposed or not (`Piece`). A layout lists these ranges. So one table serves both directions,
+tensor in the files, transposed or not (`RowRange`). A layout lists these ranges. So one table serves both directions,
 whole tensors and the part of a rank, and every tensor can be read in blocks.
 """
 
@@ -25,7 +25,7 @@ INNER = "transformer_layer."
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """The source of rows `first` to `first + count` of a tensor of our model.
 
     It is every `step`-th row, from row `source` on, of the tensor `name` in the files. If the tensor is transposed, the
@@ -58,7 +58,7 @@ class Tensor:
     index: tuple[int, ...]
     stack: tuple[int, ...]
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowRange, ...]
     transposed: bool = False
     stacked: bool = False
     copies: tuple[str, ...] = ()
@@ -75,33 +75,33 @@ class Source:
     """
 
     shape: tuple[int, ...]
-    places: tuple[tuple[Tensor, tuple[Piece, ...]], ...]
+    places: tuple[tuple[Tensor, tuple[RowRange, ...]], ...]
     copy_of: str | None = None
 
 
 # --- layouts: (model, names in the files) -> our shape and pieces -----------------------------------------------------
 
-Layout = Callable[[TrainConfig, tuple[str, ...]], tuple[tuple[int, ...], list[Piece]]]
+Layout = Callable[[TrainConfig, tuple[str, ...]], tuple[tuple[int, ...], list[RowRange]]]
 
 
 def copied(rows: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], int] | None = None) -> Layout:
     """The layout of a tensor that is copied unchanged."""
 
-    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[RowRange]]:
         shape = (rows(args),) if columns is None else (rows(args), columns(args))
-        return shape, [Piece(names[0], 0, shape[0], 0)]
+        return shape, [RowRange(names[0], 0, shape[0], 0)]
 
     return layout
 
 
-def vocabulary(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+def vocabulary(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[RowRange]]:
     """The layout of one row per token; rows after the vocabulary are padding, which is zero when read from files."""
-    return (args.padded_vocab_size, args.hidden_size), [Piece(names[0], 0, args.vocab_size, 0)]
+    return (args.padded_vocab_size, args.hidden_size), [RowRange(names[0], 0, args.vocab_size, 0)]
 
 
-def vocabulary_bias(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+def vocabulary_bias(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[RowRange]]:
     """The layout of one number per token, padded as in `vocabulary`."""
-    return (args.padded_vocab_size,), [Piece(names[0], 0, args.vocab_size, 0)]
+    return (args.padded_vocab_size,), [RowRange(names[0], 0, args.vocab_size, 0)]
 
 
 def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
@@ -110,7 +110,7 @@ def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
     `names`: the names of the three tensors, or of one tensor that has all queries, then all keys, then all values.
     """
 
-    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[RowRange]]:
         heads, groups, width = args.num_attention_heads, num_groups(args), args.kv_channels
         counts = (heads // groups * width, width, width)
         if len(names) == 1:
@@ -120,27 +120,27 @@ def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
         pieces, row = [], 0
         for group in range(groups):
             for name, start, count in zip(names, starts, counts, strict=True):
-                pieces.append(Piece(name, row, count, start + group * count))
+                pieces.append(RowRange(name, row, count, start + group * count))
                 row += count
         return (row,) if columns is None else (row, columns(args)), pieces
 
     return layout
 
 
-def keys_values(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+def keys_values(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[RowRange]]:
     """The layout of a cross-attention's keys and values: for each head its keys, then its values."""
     width, pieces = args.kv_channels, []
     for head in range(args.num_attention_heads):
-        pieces += [Piece(name, (2 * head + n) * width, width, head * width) for n, name in enumerate(names)]
+        pieces += [RowRange(name, (2 * head + n) * width, width, head * width) for n, name in enumerate(names)]
     return (2 * args.num_attention_heads * width, args.hidden_size), pieces
 
 
 def gated(width: Callable[[TrainConfig], int]) -> Layout:
     """The layout of a gated feed-forward layer: the rows of the gate, then the rows that the gate multiplies."""
 
-    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[RowRange]]:
         rows = width(args)
-        return (2 * rows, args.hidden_size), [Piece(names[0], 0, rows, 0), Piece(names[1], rows, rows, 0)]
+        return (2 * rows, args.hidden_size), [RowRange(names[0], 0, rows, 0), RowRange(names[1], rows, rows, 0)]
 
     return layout
 
@@ -148,10 +148,10 @@ def gated(width: Callable[[TrainConfig], int]) -> Layout:
 def gated_in_turn(width: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], int] | None = None) -> Layout:
     """The layout of `gated` from one tensor in the files in which the two kinds of rows alternate."""
 
-    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[RowRange]]:
         rows = width(args)
         shape = (2 * rows,) if columns is None else (2 * rows, columns(args))
-        return shape, [Piece(names[0], 0, rows, 0, 2), Piece(names[0], rows, rows, 1, 2)]
+        return shape, [RowRange(names[0], 0, rows, 0, 2), RowRange(names[0], rows, rows, 1, 2)]
 
     return layout
 
@@ -197,7 +197,7 @@ def sources_of(tensors: Iterator[Tensor]) -> dict[str, Source]:
 
     A copy follows the tensor that it repeats.
     """
-    places: dict[str, dict[tuple, tuple[Tensor, list[Piece]]]] = {}
+    places: dict[str, dict[tuple, tuple[Tensor, list[RowRange]]]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:
             its = places.setdefault(piece.name, {})

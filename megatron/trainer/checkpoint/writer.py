@@ -39,10 +39,10 @@ from megatron.trainer.checkpoint.directory import (
     COMMON_FILE,
     BegunSave,
     begin,
-    checksum,
     discard,
     finish_commit,
     read_tracker,
+    size_and_checksum,
     write_manifest,
 )
 from megatron.trainer.checkpoint.ownership import PATIENCE, OwnerMark
@@ -354,7 +354,7 @@ def _write_files(writer: FileSystemWriterAsync, buckets: list, save: BegunSave) 
         if isinstance(outcome, Exception):
             raise CheckpointError(f"cannot write {path}: {outcome}") from outcome
         items += outcome
-        checksums[name] = checksum(Path(path))
+        checksums[name] = size_and_checksum(Path(path))
     return items, checksums
 
 

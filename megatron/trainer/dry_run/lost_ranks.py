@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.survivors.losses import Loss, losses_of, single_losses
+from megatron.pipeline.survivors.losses import RankLoss, losses_of, single_losses
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, RankMemory, device_gib
 from megatron.trainer.arguments.architecture import architecture
@@ -25,7 +25,7 @@ _COPIED_BYTES = 16
 
 
 @dataclass(frozen=True)
-class LostRanks:
+class LossCosts:
     """The cost of losing one rank, for each rank of the pipeline.
 
     losses: the cost of each loss; empty if the job cannot continue.
@@ -33,18 +33,18 @@ class LostRanks:
     seconds: whether times are in seconds; otherwise they are in forwards of a layer.
     """
 
-    losses: tuple[Loss, ...]
+    losses: tuple[RankLoss, ...]
     lines: tuple[str, ...]
     seconds: bool = False
 
 
-def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMemory]) -> LostRanks | None:
+def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMemory]) -> LossCosts | None:
     """The cost of lost ranks for a job of `args` whose stages have `layers` layers; None without replicas."""
     if args.data_parallel_size == 1 or args.skip_train:
         return None
     schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())
     if reason := _without_program(args, size):
-        return LostRanks((), (f"a lost rank ends this job: {reason}",))
+        return LossCosts((), (f"a lost rank ends this job: {reason}",))
     num_batches = 1 if schedule.weights.drains else 6
     work = 2 * schedule.num_stages * schedule.num_ranks * size * args.data_parallel_size * num_batches
     if work > _MOST:
@@ -52,7 +52,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
             f"a lost rank: the search for its programs takes minutes for {args.data_parallel_size} replicas of {size} "
             "microbatches; tools/schedule.py without makes them"
         )
-        return LostRanks((), (line,))
+        return LossCosts((), (line,))
     costs = _priced(args, layers)
     try:
         found = losses_of(
@@ -60,12 +60,12 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
             costs=costs or Costs(forward=tuple(map(float, layers)), backward=tuple(2.0 * each for each in layers)),
         )  # fmt: skip
     except ValueError as error:
-        return LostRanks((), (f"a lost rank ends this job: {error}",))
+        return LossCosts((), (f"a lost rank ends this job: {error}",))
     refused = tuple(f"{' '.join(map(str, each.lost))}: {each.refusal}" for each in found if each.refusal)
     lines = [*refused, *_memory_lines(args, found, memory), *_optimizer_lines(args, memory)]
     if reason := refusal(args):
         lines.append(f"as it is, a lost rank ends this job: {reason}")
-    return LostRanks(tuple(found), tuple(lines), seconds=costs is not None)
+    return LossCosts(tuple(found), tuple(lines), seconds=costs is not None)
 
 
 def _without_program(args: TrainConfig, size: int) -> str | None:
@@ -110,7 +110,7 @@ def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[st
     return [f"copies of the optimizer's shards take up to {most / GIB:.2f} GiB of the host for each rank"]
 
 
-def _memory_lines(args: TrainConfig, losses: Sequence[Loss], memory: Sequence[RankMemory]) -> list[str]:
+def _memory_lines(args: TrainConfig, losses: Sequence[RankLoss], memory: Sequence[RankMemory]) -> list[str]:
     """A line about the rank that needs most memory after any loss."""
     held = [each.survivors.held for each in losses if each.survivors]
     before = next(each.survivors.held_undisturbed for each in losses if each.survivors)

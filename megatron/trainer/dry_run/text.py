@@ -16,7 +16,7 @@ from megatron.planner.memory.memory import memory_as_dict, memory_table
 from megatron.planner.memory.node_memory import HostVerdict, LargestModel
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, schedule_text
 from megatron.trainer.dry_run.changes import PlannedChange
-from megatron.trainer.dry_run.lost_ranks import LostRanks
+from megatron.trainer.dry_run.lost_ranks import LossCosts
 from megatron.trainer.plan import from_flags
 from megatron.trainer.report.metrics import flops_per_sample
 
@@ -65,7 +65,7 @@ class DryRun:
     notes: list[str]
     warnings: list[str]
     hosted: HostedRun | None = None
-    lost: LostRanks | None = None
+    lost: LossCosts | None = None
     changes: list[PlannedChange] = field(default_factory=list)
 
     @property
@@ -265,7 +265,7 @@ def _change_line(args: TrainConfig, change: PlannedChange) -> str:
     return text
 
 
-def _title_of_lost(lost: LostRanks) -> str:
+def _title_of_lost(lost: LossCosts) -> str:
     if not lost.losses:
         return "a lost rank"
     unit = "seconds" if lost.seconds else "times of a layer's forward"
@@ -273,7 +273,7 @@ def _title_of_lost(lost: LostRanks) -> str:
     return f"a lost rank, of any replica: batches in {unit}, {undisturbed:.4g} while none is lost"
 
 
-def _table_of_lost(lost: LostRanks, *, plain: bool) -> list[object]:
+def _table_of_lost(lost: LossCosts, *, plain: bool) -> list[object]:
     rows = [each.row() for each in lost.losses]
     return [plain_table(COLUMNS, rows, plain=plain, left=COLUMNS[:1])] if rows else []
 

@@ -31,7 +31,7 @@ _MOST_SECONDS = 60.0
 """The largest time for proving losses of two ranks at the start, in seconds, as estimated."""
 _LONGEST_PAUSE = 0.5  # seconds between two checks of the store
 
-Loss = tuple[ReplicaRank, ...]
+Lost = tuple[ReplicaRank, ...]
 
 
 class ProvedLosses:
@@ -48,7 +48,7 @@ class ProvedLosses:
     def __init__(self, args: TrainConfig, membership: Membership) -> None:
         self._args, self._membership = args, membership
         self._size = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-        self._entries: dict[Loss, Entry] = {}
+        self._entries: dict[Lost, Entry] = {}
         self.lines: tuple[str, ...] = ()
 
     def prove(self) -> None:
@@ -98,7 +98,7 @@ class ProvedLosses:
 
     # --- parts
 
-    def _share_out(self, losses: Sequence[Loss]) -> list[Entry]:
+    def _share_out(self, losses: Sequence[Lost]) -> list[Entry]:
         """Search programs for losses, each loss on one rank; return the results of all ranks. Collective."""
         args, membership, keys = self._args, self._membership, [_key_of(lost) for lost in losses]
         for at, (lost, key) in enumerate(zip(losses, keys, strict=True)):
@@ -179,7 +179,7 @@ def _crowd() -> float:
     return max(1.0, number_of("LOCAL_WORLD_SIZE", 1) / len(os.sched_getaffinity(0)))
 
 
-def _key_of(lost: Loss) -> str:
+def _key_of(lost: Lost) -> str:
     return f"proved/{'+'.join(map(str, lost))}"
 
 

@@ -35,7 +35,7 @@ from megatron.pipeline.runtime.failure.agreement import gathered, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import environment_ranks, number_of
 from megatron.pipeline.runtime.stages.megatron.groups import name_groups_to_come
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
-from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, engine_puts_off, installed_version
+from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, engine_puts_off, installed_engine_version
 from megatron.planner import GIB
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.hosted import Hosting, host_parts
@@ -60,9 +60,9 @@ def this_platform() -> Platform:
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_deep_ep=importlib.util.find_spec("deep_ep") is not None,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
-        engine_keeps_main_grad=engine_keeps_main_grad(installed_version()),
-        engine_puts_off=engine_puts_off(installed_version()),
-        without_fp8=_without_fp8() if backend.is_cuda() and installed_version() else {},
+        engine_keeps_main_grad=engine_keeps_main_grad(installed_engine_version()),
+        engine_puts_off=engine_puts_off(installed_engine_version()),
+        without_fp8=_without_fp8() if backend.is_cuda() and installed_engine_version() else {},
     )
 
 

@@ -25,14 +25,14 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.program.copies import Share, share_of
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import DeferredBytes
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
-from megatron.pipeline.runtime.stages.megatron.core_update import LayersOfParameters
+from megatron.pipeline.runtime.stages.megatron.base_update import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.optimistic_update import MegatronOptimisticUpdate
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pipeline.check import check
 from megatron.pipeline.draw import draw_timeline, timeline_text
-from megatron.pipeline.draw.panels import Held, accumulated_of, residents_of
+from megatron.pipeline.draw.panels import HeldTensors, accumulated_of, residents_of
 from megatron.pipeline.draw.scene import extent, has_host
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.weight_policies import FLUSH
@@ -54,10 +54,10 @@ def test_they_are_there_where_they_are_asked_for():
 def test_slots_by_hand():
     """Two slots, three stages: the second one stays over the turn."""
     assert residents_of(timeline(1, 3, 1)) == [  # rank, slot, stage; from, fetched, until
-        Held(0, 0, 0, 0.0, 1.0, 2.0),
-        Held(0, 0, 2, 2.0, 3.0, 6.0),
-        Held(0, 1, 1, 1.0, 2.0, 9.0),
-        Held(0, 0, 0, 6.0, 7.0, 12.0),
+        HeldTensors(0, 0, 0, 0.0, 1.0, 2.0),
+        HeldTensors(0, 0, 2, 2.0, 3.0, 6.0),
+        HeldTensors(0, 1, 1, 1.0, 2.0, 9.0),
+        HeldTensors(0, 0, 0, 6.0, 7.0, 12.0),
     ]
 
 
@@ -65,9 +65,9 @@ def test_gradient_buffers_by_hand():
     """Two buffers, three stages: each takes the one that was given back first, and none before it is free."""
     one = timeline(1, 3, 1)
     assert accumulated_of(one) == [  # rank, buffer, stage; from its backward on, when it begins to leave and has left
-        Held(0, 0, 2, 4.0, 6.0, 8.0),
-        Held(0, 1, 1, 7.0, 9.0, 11.0),
-        Held(0, 0, 0, 10.0, 12.0, 14.0),
+        HeldTensors(0, 0, 2, 4.0, 6.0, 8.0),
+        HeldTensors(0, 1, 1, 7.0, 9.0, 11.0),
+        HeldTensors(0, 0, 0, 10.0, 12.0, 14.0),
     ]
     slow = accumulated_of(timeline(1, 5, 2, 2, costs=Costs(store=9)))
     assert len(slow) == 10

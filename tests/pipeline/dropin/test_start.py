@@ -23,7 +23,7 @@ def test_hardware_queues_are_asked_for_on_cuda_alone(monkeypatch):
 @pytest.mark.parametrize(("version", "refused"), [("2.5.0", True), ("2.6.0", False)])
 def test_an_engine_that_adds_to_an_older_buffer(version, refused, monkeypatch):
     """Under 2bw with fusion; flush has one buffer."""
-    monkeypatch.setattr(start, "installed_version", lambda: version)
+    monkeypatch.setattr(start, "installed_engine_version", lambda: version)
     engine = {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True}
     prepare(arguments("--pipeline-schedule flush", **engine))
     prepare(arguments("--pipeline-schedule 2bw", **{**engine, "gradient_accumulation_fusion": False}))

@@ -13,10 +13,10 @@ from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.directory import (
     MANIFEST,
-    checksum,
     find_damage,
     find_short_files,
     read_manifest,
+    size_and_checksum,
     write_manifest,
 )
 
@@ -225,7 +225,7 @@ def test_old_format_is_refused_by_name(tmp_path):
 def checkpoint(tmp_path):
     for number in range(3):
         (tmp_path / f"file{number}").write_bytes(bytes(range(256)) * (number + 1))
-    write_manifest(tmp_path, {"file0": checksum(tmp_path / "file0")})
+    write_manifest(tmp_path, {"file0": size_and_checksum(tmp_path / "file0")})
     return tmp_path
 
 

@@ -97,7 +97,7 @@ class Places:
         """Watch all places."""
         from megatron.pipeline.runtime.engine import PipelineEngine
         from megatron.pipeline.runtime.stages.megatron import update
-        from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
+        from megatron.pipeline.runtime.stages.megatron.base_update import BaseUpdate
         from megatron.pipeline.runtime.stages.megatron.redundant_shards import RedundantShards
         from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
         from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
@@ -137,7 +137,7 @@ class Places:
         _around(MegatronWeightUpdate, "reduce_norm", before=of_version("norm"))
         _around(MegatronWeightUpdate, "step", before=of_version("step"), after=of_version("stepped"))
         _around(
-            CoreUpdate, "_fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
+            BaseUpdate, "_fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
         )
         _around(run_module, "build_optimizer", after=of_time("build"))  # at the start for the first time
         _around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.program.lane_order import MoveOrder, Pairs
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
 from megatron.pipeline.runtime.transport.channels import Channels, TransferError
 from megatron.pipeline.runtime.transport.lane import MoveQueue

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.backend.streams import streams_of
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
 from megatron.pipeline.runtime.relay.input_stash import HostStash, copy

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.instruction import Tensor as Travelling
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import (
     BatchInfo,
     BatchReport,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.contract.trace import COMPUTE, MOVES, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine

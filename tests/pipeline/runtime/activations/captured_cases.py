@@ -6,7 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.activations.saved_tensors import SavedTensors, storages_of
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.pipeline.runtime.activations.captured import ActivationMemory, BufferPool
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory, BufferPool
 
 CPU = torch.device("cpu")
 

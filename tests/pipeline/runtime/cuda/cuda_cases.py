@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.backend.streams import Milestone, streams_of
 from megatron.pipeline.program.instruction import Instruction, Kind
-from megatron.pipeline.runtime.activations.captured import BufferPool
+from megatron.pipeline.runtime.activations.saved_activations import BufferPool
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction

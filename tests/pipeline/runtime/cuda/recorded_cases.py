@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate, RelayChunk

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from megatron.backend.streams import Milestone
-from megatron.pipeline.runtime.activations.captured import CapturedActivations
+from megatron.pipeline.runtime.activations.saved_activations import CapturedActivations
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes

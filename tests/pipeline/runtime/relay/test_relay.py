@@ -10,7 +10,7 @@ import torch
 from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import Instruction, Kind, Lane
 from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract import trace
 from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
 from megatron.pipeline.runtime.engine import PipelineEngine

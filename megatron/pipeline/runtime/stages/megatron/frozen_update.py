@@ -17,8 +17,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
+from megatron.pipeline.runtime.stages.megatron.base_update import BaseUpdate
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import SavedVersions
-from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
 from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
 
@@ -40,7 +40,7 @@ class _NoVersions(SavedVersions):
         return {}
 
 
-class MegatronFrozenUpdate(CoreUpdate):
+class MegatronFrozenUpdate(BaseUpdate):
     """`WeightUpdate` of a rank without trainable parameters.
 
     Args:

@@ -44,7 +44,7 @@ from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
 from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.relay.resident_weights import StageWeights
-from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
+from megatron.pipeline.runtime.stages.megatron.base_update import BaseUpdate
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup, shares_out_experts, uses_nccl
 from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, is_dense, masters_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
@@ -84,7 +84,7 @@ def _add_to_main_grad(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-class MegatronRelayUpdate(HostUpdate, CoreUpdate):
+class MegatronRelayUpdate(HostUpdate, BaseUpdate):
     """`RelayUpdate` of one rank's chunks and their megatron.core optimizer.
 
     Args:
@@ -115,7 +115,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         host: str | None = None,
         gathers: bool = False,
     ) -> None:
-        CoreUpdate.__init__(self, optimizer, scheduler, chunks, weights=FLUSH, loss_names=loss_names)
+        BaseUpdate.__init__(self, optimizer, scheduler, chunks, weights=FLUSH, loss_names=loss_names)
         self._connect(timeout, rank_metrics)
         self._check(chunks, residency)
         models = dict(zip(stages, map(unwrap_model, chunks), strict=True))

@@ -24,7 +24,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.pipeline.program.copies import Share
-from megatron.pipeline.runtime.activations.captured import ActivationMemory, CapturingStage
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory, CapturingStage
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec

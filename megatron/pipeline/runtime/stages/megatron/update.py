@@ -27,7 +27,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
-from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate, LayersOfParameters
+from megatron.pipeline.runtime.stages.megatron.base_update import BaseUpdate, LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     CoreGradientBuffers,
     copy_gradients,
@@ -67,7 +67,7 @@ class _Batch(Batch):
     of_copy: Flats | None = None  # the reduced gradients of the shard of which this rank has a copy
 
 
-class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
+class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
     """`PredictingUpdate` of one rank's DDP-wrapped chunks and their megatron.core optimizer.
 
     With the distributed optimizer `step` ends with the all-gather of the new weights over the replicas, on the main
@@ -124,7 +124,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         copies: CopyRanks | None = None,
         allocating: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        CoreUpdate.__init__(self, optimizer, scheduler, chunks, weights=weights, loss_names=loss_names)
+        BaseUpdate.__init__(self, optimizer, scheduler, chunks, weights=weights, loss_names=loss_names)
         self.chunks = chunks
         rule = self.weights
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
@@ -479,7 +479,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
-        """The state of `CoreUpdate`, and under predicted weights the clip factor and the tokens of the last step."""
+        """The state of `BaseUpdate`, and under predicted weights the clip factor and the tokens of the last step."""
         state = super().state_dict()
         if self._prediction is None:
             return state

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.program.weight_policies import Ahead
-from megatron.pipeline.runtime.activations.captured import RandomState
+from megatron.pipeline.runtime.activations.saved_activations import RandomState
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors
 from megatron.pipeline.runtime.stages.module.stage import AnyModuleStage, Loss, share_of_loss

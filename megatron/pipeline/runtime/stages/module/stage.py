@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.pipeline.runtime.activations.captured import (
+from megatron.pipeline.runtime.activations.saved_activations import (
     ActivationMemory,
     CapturingStage,
     RandomState,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.stages.emulated import EmulatedStage, EmulatedTimes
 from megatron.pipeline.schedules import Schedule

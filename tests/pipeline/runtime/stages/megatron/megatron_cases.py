@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import predicting
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchInfo
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.pipeline.program.copies import Copy, ranks_of_copies
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchReport, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer, gather_traces, timeline

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.pipeline.program.instruction import Instruction
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract import trace
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.contract.tensors import TensorSpec

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.pipeline.program.instruction import MOVES
-from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage

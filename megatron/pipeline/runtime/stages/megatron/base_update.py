@@ -37,7 +37,7 @@ from megatron.pipeline.runtime.update.loss_scales import LossScales
 _KEPT_SUMS = 4
 
 
-class CoreUpdate:
+class BaseUpdate:
     """Base of the weight update of one rank.
 
     Args:

@@ -8,7 +8,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.runtime.activations.captured import ActivationMemory, CapturedActivations
+from megatron.pipeline.runtime.activations.saved_activations import ActivationMemory, CapturedActivations
 from megatron.pipeline.runtime.activations.saved_tensors import ALIGNMENT
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
