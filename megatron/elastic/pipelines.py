@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from megatron.elastic import stages as elastic_stages
-from megatron.elastic.stages import cut_exactly, cut_that_fits
+from megatron.elastic.stages import cut_at_frozen, cut_exactly, cut_that_fits
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
@@ -181,14 +180,14 @@ def seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float
     return read + (sum(layers.forward[num_stored:num_frozen]) + layers.write if num_stored < num_frozen else 0.0)
 
 
-def stages_of(layers: Layers, pipeline: PipelineOption) -> list[StageWork]:
+def work_of_stages(layers: Layers, pipeline: PipelineOption) -> list[StageWork]:
     """The stages of a pipeline, first to last: a rank has at most one frozen stage and one trained stage."""
     stages, in_front = [], 0
     if pipeline.cached:
         in_front = pipeline.num_frozen
         seconds = seconds_of_prefix(layers, in_front, pipeline.num_stored)
         stages.append(StageWork(0, seconds, 0.0, 0, _held_in_front(pipeline)))
-    cut = elastic_stages.stages_of(pipeline.layers_of_rank, pipeline.num_frozen - in_front)
+    cut = cut_at_frozen(pipeline.layers_of_rank, pipeline.num_frozen - in_front)
     own = pairwise(accumulate(cut.layers, initial=in_front))
     for stage, (rank, (begin, end)) in enumerate(zip(cut.rank_of_stage, own, strict=True)):
         forward, backward = sum(layers.forward[begin:end]), sum(layers.backward[begin:end])
@@ -206,7 +205,7 @@ def _held_in_front(pipeline: PipelineOption) -> int:
 
 def schedule_of(layers: Layers, pipeline: PipelineOption) -> tuple[Schedule, Costs]:
     """The schedule of a pipeline, and its costs in seconds."""
-    stages = stages_of(layers, pipeline)
+    stages = work_of_stages(layers, pipeline)
     schedule = Schedule.preset(
         pipeline.preset, num_stages=len(stages), rank_of_stage=tuple(each.rank for each in stages),
         num_frozen=sum(not each.num_trained for each in stages), data_parallel=pipeline.num_replicas > 1,
@@ -253,7 +252,7 @@ def _simulated(layers: Layers, option: PipelineOption) -> PipelineOption | None:
         return None
     timeline, saved = simulate(schedule.build(batches), costs), schedule.max_saved_microbatches(batches)
     held = [0.0] * option.num_ranks
-    for place, stage in enumerate(stages_of(layers, option)):
+    for place, stage in enumerate(work_of_stages(layers, option)):
         held[stage.rank] += layers.frozen_bytes * stage.num_frozen
         held[stage.rank] += stage.num_trained * (layers.trained_bytes + layers.saved_bytes * saved[place])
     steps = [(span.instruction.version, span.end) for span in timeline.spans if span.instruction.kind is Kind.STEP]

@@ -122,7 +122,7 @@ class Stages:
         return len(self.layers)
 
 
-def stages_of(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
+def cut_at_frozen(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
     """The stages of ranks with `layers_of_rank` layers each, of which the first `num_frozen` layers are frozen.
 
     Raises:
@@ -170,7 +170,7 @@ class Arrangement:
 
     @property
     def stages(self) -> Stages:
-        return stages_of(self.layers_of_rank, self.num_frozen)
+        return cut_at_frozen(self.layers_of_rank, self.num_frozen)
 
     @property
     def ranks(self) -> tuple[int, int, bool]:
@@ -202,5 +202,5 @@ class Arrangement:
         found = cls(**{**state, "layers_of_rank": tuple(map(int, state["layers_of_rank"]))})
         if len(found.layers_of_rank) != found.pipeline:
             raise ValueError(f"{found.pipeline} ranks have {len(found.layers_of_rank)} numbers of layers")
-        stages_of(found.layers_of_rank, found.num_frozen)
+        cut_at_frozen(found.layers_of_rank, found.num_frozen)
         return found

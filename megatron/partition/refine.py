@@ -74,10 +74,10 @@ def _busiest(state: PartitionState) -> int:
 
 
 def _units_of(state: PartitionState, device: int) -> list[int]:
-    return [unit for stage in _stages_of(state, device) for unit in sorted(state.members[stage])]
+    return [unit for stage in _stages_on(state, device) for unit in sorted(state.members[stage])]
 
 
-def _stages_of(state: PartitionState, device: int) -> list[int]:
+def _stages_on(state: PartitionState, device: int) -> list[int]:
     return [stage for stage, holds in enumerate(state.device_of) if holds == device]
 
 
@@ -145,7 +145,7 @@ def _slide(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """Move the first or the last units of a stage of the busiest device, one after another, to a stage of another
     device, or units of that stage to this one. The best state on the way is kept."""
     device = _busiest(state)
-    for stage in _stages_of(state, device):
+    for stage in _stages_on(state, device):
         for other in sorted(range(len(state.device_of)), key=lambda each: abs(each - stage)):
             if state.device_of[other] == device:
                 continue
@@ -281,7 +281,7 @@ def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps
 
 def _passed(state: PartitionState, budget: Budget, locked: Set[int] = frozenset()) -> Tries:
     """Try each pass of work (`_passes`) that begins at a stage of the busiest device, up to the first locked unit."""
-    for stage in _stages_of(state, _busiest(state)):
+    for stage in _stages_on(state, _busiest(state)):
         for direction in (-1, 1):
             steps: Steps = []
             for steps in _passes(state, stage, direction):

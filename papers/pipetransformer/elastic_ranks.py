@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.common.emulated import TIMEOUT, Job, Rank, busy, prove
 from benchmarks.common.paced_links import PacedLink
 from benchmarks.common.processes import gathered
-from megatron.elastic.pipelines import Layers, PipelineOption, schedule_of, stages_of
+from megatron.elastic.pipelines import Layers, PipelineOption, schedule_of, work_of_stages
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -224,7 +224,7 @@ class ElasticRank(Rank):
             TimedStage(index=index, num_stages=schedule.num_stages, times=times, payload_bytes=self.job.payload_bytes)
             for index, times in zip(own, self._times(phase), strict=True)
         ]
-        num_trained = sum(each.num_trained for each in stages_of(layers, pipeline) if each.rank == place)
+        num_trained = sum(each.num_trained for each in work_of_stages(layers, pipeline) if each.rank == place)
         if not num_trained:
             update = FrozenUpdate(job_group=job)
         else:
@@ -248,7 +248,7 @@ class ElasticRank(Rank):
         if rank >= pipeline.num_ranks * pipeline.num_replicas:
             return []
         place = rank % pipeline.num_ranks
-        stages = stages_of(phase.layers, pipeline)
+        stages = work_of_stages(phase.layers, pipeline)
         return [EmulatedTimes(each.forward, each.backward) for each in stages if each.rank == place]
 
 

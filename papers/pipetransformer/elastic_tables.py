@@ -9,7 +9,7 @@ from statistics import median, median_low
 
 from benchmarks.common.tables import show_table, terminal
 from megatron.documents.picture import new_figure, save
-from megatron.elastic.pipelines import schedule_of, stages_of
+from megatron.elastic.pipelines import schedule_of, work_of_stages
 from megatron.pipeline.simulate import simulate
 from papers.pipetransformer.elastic_figures import SHOWN, median_of_runs
 from papers.pipetransformer.elastic_plan import ARMS, STATIC, Phase, Setting, seconds_of, seconds_of_arm
@@ -112,7 +112,7 @@ def _phase_row(phase: Phase, setting: Setting, runs: Sequence[dict]) -> dict:
 def _busiest(phase: Phase) -> float:
     """The seconds of a microbatch on the busiest rank."""
     of_rank: dict[int, float] = {}
-    for stage in stages_of(phase.layers, phase.pipeline):
+    for stage in work_of_stages(phase.layers, phase.pipeline):
         of_rank[stage.rank] = of_rank.get(stage.rank, 0.0) + stage.forward + stage.backward
     return max(of_rank.values())
 

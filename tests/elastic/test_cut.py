@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.stages import cut_exactly, cut_greedily, cut_that_fits, stages_of
+from megatron.elastic.stages import cut_at_frozen, cut_exactly, cut_greedily, cut_that_fits
 from tests.draws import draws
 
 WORK = st.lists(st.floats(0, 100), min_size=1, max_size=14)
@@ -89,7 +89,7 @@ def test_sentences(work, num_ranks, sentence):
     ],
 )
 def test_no_stage_is_half_frozen(num_frozen, layers, ranks):
-    stages = stages_of((2, 2, 2, 2), num_frozen)
+    stages = cut_at_frozen((2, 2, 2, 2), num_frozen)
     assert (stages.layers, stages.rank_of_stage) == (layers, ranks)
     assert sum(stages.layers[: stages.num_frozen]) == num_frozen
 
@@ -100,4 +100,4 @@ def test_no_stage_is_half_frozen(num_frozen, layers, ranks):
 )
 def test_what_cannot_be(layers, num_frozen, said):
     with pytest.raises(ValueError, match=said):
-        stages_of(layers, num_frozen)
+        cut_at_frozen(layers, num_frozen)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.elastic.pipelines import Layers, pipelines, schedule_of, stages_of
+from megatron.elastic.pipelines import Layers, pipelines, schedule_of, work_of_stages
 from megatron.pipeline.simulate import simulate
 
 EVEN = Layers((1.0,) * 8, (2.0,) * 8)
@@ -56,7 +56,7 @@ def test_a_first_epoch_reads_computes_and_writes():
     assert three.seconds == pytest.approx(4 * (0.25 + 1 + 0.5 + 12))
     assert four.seconds == pytest.approx(4 * (0.25 + 12)) and four == one(pipelines(layers, 4, **choices), 1)
     assert [each.num_bytes for each in (nothing, three, four)] == pytest.approx([4 + 4 / 6, 4 + 1 / 6, 4])
-    assert [(each.rank, each.forward, each.num_frozen) for each in stages_of(layers, three)] == [
+    assert [(each.rank, each.forward, each.num_frozen) for each in work_of_stages(layers, three)] == [
         (0, 1.75, 1),
         (0, 4, 0),
     ]
