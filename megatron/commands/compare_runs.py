@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scipy.stats import binom
 
-from megatron.documents import command_line
+from megatron.documents import command_line, flag_types
 from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics
 
@@ -213,4 +213,4 @@ def _limit(text: str) -> tuple[str, float]:
     name, equals, share = text.rpartition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"'{text}' is no SCHEDULE=X, such as provisional=0.01")
-    return name, command_line.time(share)
+    return name, flag_types.time(share)

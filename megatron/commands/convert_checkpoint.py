@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.documents import command_line
+from megatron.documents import command_line, flag_types
 
 TARGETS = ("torch_dist", "hugging-face", "flags")
 FLAGS_FILE = "flags.txt"
@@ -53,14 +53,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser,
         ("--to", str, None, "what to make", {"choices": TARGETS, "required": True}),
         ("--ckpt-step", int, "N", "convert the checkpoint of this iteration instead of the latest"),
-        ("--make-vocab-size-divisible-by", command_line.count, "N",
+        ("--make-vocab-size-divisible-by", flag_types.count, "N",
          "of a Hugging Face model: pad the vocabulary to a multiple of this; training pads anew", {"default": 128}),
-        ("--vocab-size", command_line.count, "N",
+        ("--vocab-size", flag_types.count, "N",
          "of a checkpoint: rows of its vocabulary without padding (default: as its arguments say)"),
         ("--config", Path, "FILE",
          "to hugging-face: the config.json to write, of the same model; without it one is made of the checkpoint's "
          "arguments"),
-        ("--max-shard-size", command_line.positive, "GIB", "to hugging-face: largest file", {"default": 5.0}),
+        ("--max-shard-size", flag_types.positive, "GIB", "to hugging-face: largest file", {"default": 5.0}),
     )  # fmt: skip
     options = parser.parse_args(argv)
     if (options.output is None) != (options.to == "flags"):
@@ -157,13 +157,9 @@ def _precision(dtype: object) -> list[str]:
 
 def _as_file(argv: Sequence[str]) -> str:
     """A command line as a file of flags, one a line."""
-    lines: list[str] = []
-    for word in map(shlex.quote, argv):
-        if word.startswith("--"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return "".join(f"{line}\n" for line in lines)
+    from megatron.trainer.arguments.flags.refusals import by_flag
+
+    return "".join(f"{shlex.join([name, *values])}\n" for name, values in by_flag(argv))
 
 
 def _completed(

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from megatron.documents import command_line
+from megatron.documents import command_line, flag_types
 from megatron.pipeline.runtime.failure.errors import KEEPS_SURVIVORS, read_error_file
 from megatron.pipeline.runtime.failure.failure_board import ANSWER_PATIENCE, FailureBoard
 from megatron.pipeline.runtime.failure.heartbeats import Watch
@@ -279,14 +279,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser_of(__doc__)
     command_line.add_flags(
         parser,
-        ("--nproc-per-node", command_line.count, "N", "processes on each node", {"required": True}),
-        ("--max-restarts", command_line.count_from_0, "K", "how often a lost process is started again", {"default": 0}),
-        ("--nnodes", command_line.count, "N", "nodes of the job", {"default": 1}),
-        ("--node-rank", command_line.count_from_0, "N", "number of this node, from 0", {"default": 0}),
+        ("--nproc-per-node", flag_types.count, "N", "processes on each node", {"required": True}),
+        ("--max-restarts", flag_types.count_from_0, "K", "how often a lost process is started again", {"default": 0}),
+        ("--nnodes", flag_types.count, "N", "nodes of the job", {"default": 1}),
+        ("--node-rank", flag_types.count_from_0, "N", "number of this node, from 0", {"default": 0}),
         ("--master-addr", str, "HOST", "host of node 0", {"default": "127.0.0.1"}),
         (
             "--master-port",
-            command_line.count_from_0,
+            flag_types.count_from_0,
             "PORT",
             "port of the store there; 0: any free one",
             {"default": 0},

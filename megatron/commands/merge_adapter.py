@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.documents import command_line
-from megatron.documents.command_line import add_flags, count, require_folder
+from megatron.documents.command_line import add_flags, require_folder
+from megatron.documents.flag_types import count
 
 COPIED = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files beside the tensors, such as those of a tokenizer."""

@@ -27,8 +27,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.documents import command_line
-from megatron.documents.command_line import add_flags, count, positive
+from megatron.documents.command_line import add_flags
 from megatron.documents.files import write_whole
+from megatron.documents.flag_types import count, positive
 from megatron.documents.picture import new_figure, require_picture, save
 from megatron.documents.tables import console, lined_table
 from megatron.finetuning.adapter_arguments import add_adapters, validate_adapter

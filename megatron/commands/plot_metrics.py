@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.documents import command_line
+from megatron.documents import command_line, flag_types
 from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics
 
@@ -80,9 +80,9 @@ def validation_fall(run: Curves) -> float:
 def main(arguments: list[str] | None = None) -> None:
     parser = command_line.metrics_parser_of(__doc__, output="loss.png", help_of_output="picture to write")
     text = "exit with 1 if the last validation losses differ by more than this share of the first run's"
-    parser.add_argument("--tolerance", type=command_line.time, metavar="X", help=text)
+    parser.add_argument("--tolerance", type=flag_types.time, metavar="X", help=text)
     text = "exit with 1 unless each run's last validation loss lies this share below its first"
-    parser.add_argument("--fall", type=command_line.time, metavar="X", help=text)
+    parser.add_argument("--fall", type=flag_types.time, metavar="X", help=text)
     args = parser.parse_args(arguments)
     runs = command_line.read_and_draw(parser, args, read_curves, draw)
     for run in runs:

@@ -25,7 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron.commands.grid_search.search_inputs import add_model_arguments, read_argv, some_of
 from megatron.documents import command_line
-from megatron.documents.command_line import add_flags, count, counts
+from megatron.documents.command_line import add_flags
+from megatron.documents.flag_types import count, counts
 from megatron.documents.tables import console, lined_table
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.recompute import RecomputeScope

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.documents import command_line
-from megatron.documents.command_line import count, positive
+from megatron.documents.flag_types import count, positive
 from megatron.documents.tables import console
 from megatron.pipeline.placement.cost import describe_crossing, describe_need, pair_transfers
 from megatron.pipeline.placement.mapping import NAMED, NAMES, Degrees, Mapping, load_mapping

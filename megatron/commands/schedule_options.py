@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron.commands import synthesize
 from megatron.documents import command_line
-from megatron.documents.command_line import add_flags, count, count_from_0, positive, time, times
+from megatron.documents.command_line import add_flags
+from megatron.documents.flag_types import count, count_from_0, counts, positive, time, times
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.program.program import Program
@@ -408,7 +409,7 @@ def _command(commands: argparse._SubParsersAction, name: str, run: Command, summ
 
 
 _MICROBATCHES = (
-    "--microbatches", command_line.counts, "M[,M...]",
+    "--microbatches", counts, "M[,M...]",
     "microbatches of each batch; several numbers: batches of a ramp-up (default: as few as fill the pipeline)",
 )  # fmt: skip
 _PRESET = (

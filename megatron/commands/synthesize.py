@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.commands.synthesis_rows import above, order_of, print_rows, rows_of, steady_rows
 from megatron.documents import command_line
-from megatron.documents.command_line import add_flags, count, count_from_0, positive, times
+from megatron.documents.command_line import add_flags, progress_bars
+from megatron.documents.flag_types import count, count_from_0, positive, times
 from megatron.documents.picture import one_panel, require_picture
 from megatron.documents.tables import print_table
 from megatron.pipeline.program.edges import rank_of_stage
@@ -258,16 +260,9 @@ def _steady(options: argparse.Namespace) -> "Steady":
 
 @contextmanager
 def _progress() -> Iterator[Callable[[float], None]]:
-    """Show a bar on standard error if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("searching", total=1.0)
-        yield lambda part: bars.update(task, completed=part)
+    """Show the part of the search that is over as a bar on standard error, if that is a terminal."""
+    with progress_bars() as report:
+        yield partial(report, "searching", total=1.0) if report else lambda _: None
 
 
 # --- the answer

@@ -1,11 +1,10 @@
-"""Parsers, types of flags and exit statuses of all commands, and the flags of commands that draw metrics files.
+"""Parsers and exit statuses of all commands, and the flags of commands that draw metrics files.
 
 Exit status: 0; 1 if a program, a file or a combination of options is wrong; 2 if the command line is wrong or a file
 cannot be opened; 130 after Ctrl-C. A pipe whose reader has ended, such as `head`, is no error.
 """
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -84,6 +83,26 @@ def write(path: str, text: str) -> None:
         Path(path).write_text(text)
 
 
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, float, float], None] | None]:
+    """Yield what shows (activity, amount done, total) as bars on standard error; None if that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict = {}
+
+        def report(what: str, done: float, total: float) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
 def add_flags(group: argparse._ActionsContainer, *rows: tuple) -> None:
     """Add a flag for each row: names, type (None: a switch), metavar, help, and other argparse options as a dict."""
     for names, kind, metavar, text, *more in rows:
@@ -109,66 +128,6 @@ def require_folder(path: Path) -> None:
 def _may_be_made(path: Path) -> bool:
     folder = next(each for each in path.absolute().parents if each.exists())
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-
-
-# --- types of values
-
-_MOST_TOKENS = 1e18  # over 10,000 times the longest trainings; costs of far larger numbers are infinite
-
-
-def count(text: str) -> int:
-    """A type for argparse: a whole number, at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
-
-
-def count_from_0(text: str) -> int:
-    """A type for argparse: a whole number, at least 0."""
-    return 0 if text == "0" else count(text)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    return tuple(count(part) for part in text.split(","))
-
-
-def time(text: str) -> float:
-    """A type for argparse: a finite number, at least 0."""
-    return _finite(text, lambda value: value >= 0, "no finite number of 0 and more")
-
-
-def _finite(text: str, fits: Callable[[float], bool], fault: str, *, unit: float = 1.0) -> float:
-    """Parse a number. Unless `unit` is 1, the last letter of the text stands for a factor of `unit`.
-
-    Raises ArgumentTypeError with `fault` if the text is no finite number for which `fits` holds.
-    """
-    try:
-        value = float(text if unit == 1.0 else text[:-1]) * unit
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and fits(value)):
-        raise argparse.ArgumentTypeError(f"{text!r} is {fault}")
-    return value
-
-
-def times(text: str) -> float | tuple[float, ...]:
-    values = tuple(time(part) for part in text.split(","))
-    return values[0] if len(values) == 1 else values
-
-
-def tokens(text: str) -> float:
-    """A type for argparse: a number of at least 1, such as "300B", "1.5T" or "300e9"."""
-    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    unit = units.get(text[-1:].upper(), 1.0)
-    value = _finite(text, lambda value: value >= 1, "no number of tokens; write 300B, 1.5T or 300e9", unit=unit)
-    if value > _MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than any training has; give {_MOST_TOKENS:g} or less")
-    return value
-
-
-def positive(text: str) -> float:
-    """A type for argparse: a finite number above 0."""
-    return _finite(text, lambda value: value > 0, "no finite number above 0")
 
 
 Run = TypeVar("Run")

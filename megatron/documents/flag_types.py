@@ -1,4 +1,4 @@
-"""Flags of programs that spell them as Hugging Face does, with underscores or dashes, and the types of their values."""
+"""Types of the values of flags, and flags spelled as Hugging Face spells them, with underscores or dashes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+
+_MOST_TOKENS = 1e18  # over 10,000 times the longest trainings; costs of far larger numbers are infinite
 
 
 def boolean(text: str) -> bool:
@@ -31,12 +33,12 @@ def both_spellings(group) -> Callable[..., argparse.Action]:
     return add
 
 
-def within(least: float, kind: type, most: float = math.inf) -> Callable[[str], float]:
-    """Make a type for argparse: a finite number of type `kind` from `least` to `most`."""
+def within(least: float, *, most: float = math.inf) -> Callable[[str], float]:
+    """Make a type for argparse: a finite number from `least` to `most`."""
 
     def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value <= min(most, sys.float_info.max):  # an integer may be larger
+        value = float(text)
+        if not least <= value <= min(most, sys.float_info.max):
             limits = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
             raise argparse.ArgumentTypeError(f"{text} is no number {limits}")
         return value
@@ -45,8 +47,8 @@ def within(least: float, kind: type, most: float = math.inf) -> Callable[[str], 
     return parse
 
 
-count, whole, real, part = within(1, int), within(0, int), within(0, float), within(0, float, most=1.0)
-scale = within(2.0**-24, float, most=2.0**100)
+real, part = within(0), within(0, most=1.0)
+scale = within(2.0**-24, most=2.0**100)
 
 
 def steps(text: str) -> float:
@@ -58,3 +60,68 @@ def steps(text: str) -> float:
     if not 0 <= value < math.inf or (value > 1 and not value.is_integer()):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of batches, and no part of all between 0 and 1")
     return value
+
+
+def count(text: str) -> int:
+    """A type for argparse: a whole number, at least 1."""
+    return _whole(text, 1, "no positive whole number")
+
+
+def count_from_0(text: str) -> int:
+    """A type for argparse: a whole number, at least 0."""
+    return _whole(text, 0, "no whole number of 0 and more")
+
+
+def _whole(text: str, least: int, fault: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is {fault}")
+    if value > sys.float_info.max:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; give a smaller number")
+    return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(count(part) for part in text.split(","))
+
+
+def time(text: str) -> float:
+    """A type for argparse: a finite number, at least 0."""
+    return _finite(text, lambda value: value >= 0, "no finite number of 0 and more")
+
+
+def _finite(text: str, fits: Callable[[float], bool], fault: str, *, unit: float = 1.0) -> float:
+    """Parse a number. Unless `unit` is 1, the last letter of the text stands for a factor of `unit`.
+
+    Raises ArgumentTypeError with `fault` if the text is no finite number for which `fits` holds.
+    """
+    try:
+        value = float(text if unit == 1.0 else text[:-1]) * unit
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and fits(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is {fault}")
+    return value
+
+
+def times(text: str) -> float | tuple[float, ...]:
+    values = tuple(time(part) for part in text.split(","))
+    return values[0] if len(values) == 1 else values
+
+
+def tokens(text: str) -> float:
+    """A type for argparse: a number of at least 1, such as "300B", "1.5T" or "300e9"."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper(), 1.0)
+    value = _finite(text, lambda value: value >= 1, "no number of tokens; write 300B, 1.5T or 300e9", unit=unit)
+    if value > _MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any training has; give {_MOST_TOKENS:g} or less")
+    return value
+
+
+def positive(text: str) -> float:
+    """A type for argparse: a finite number above 0."""
+    return _finite(text, lambda value: value > 0, "no finite number above 0")

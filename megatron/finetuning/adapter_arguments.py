@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megatron.documents.flag_types import both_spellings, part, within
+from megatron.documents.flag_types import both_spellings, count, count_from_0, part
 
 SOURCES = ("lora_r", "peft_config", "adapter_name_or_path")
 """The flags that ask for an adapter, of which a run takes one."""
@@ -25,8 +25,8 @@ ALL_LINEAR = "all-linear"
 def add_adapters(group) -> None:
     """Add the flags that decide which parameters are trained."""
     add = both_spellings(group)
-    add("--lora_r", type=within(1, int), metavar="R", help="train LoRA adapters of this rank; the model stays frozen")
-    add("--lora_alpha", type=within(0, int), metavar="A", help="adapters are scaled by A / R; none: 8, as PEFT")
+    add("--lora_r", type=count, metavar="R", help="train LoRA adapters of this rank; the model stays frozen")
+    add("--lora_alpha", type=count_from_0, metavar="A", help="adapters are scaled by A / R; none: 8, as PEFT")
     add("--lora_dropout", type=part, metavar="P", help="dropout of what adapters read; none: 0")
     known = "ends of the names of adapted modules, or all-linear; none: those that PEFT knows of the architecture"
     add("--target_modules", nargs="+", metavar="NAME", help=known)

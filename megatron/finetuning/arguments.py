@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
-from megatron.documents.flag_types import both_spellings, count, part, real, scale, steps, whole, within
+from megatron.documents.flag_types import both_spellings, count, count_from_0, part, real, scale, steps, within
 from megatron.finetuning import best, freezing_arguments, trackers
 from megatron.finetuning.adapter_arguments import add_adapters, add_merge, validate_adapter
 from megatron.finetuning.data.task_arguments import add_task, validate_task
@@ -284,7 +284,7 @@ def add_data(group, *, required: bool) -> None:
     add("--max_seq_length", "--max_source_length", "--block_size", dest="max_seq_length", type=count, default=128,
         help="tokens of a sequence, to which all are padded or cut")  # fmt: skip
     add("--max_target_length", type=count, default=128, help="tokens of a target (text-to-text)")
-    add("--doc_stride", type=whole, default=64, help="tokens that two windows of a long context share")
+    add("--doc_stride", type=count_from_0, default=64, help="tokens that two windows of a long context share")
     add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
     add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
     add("--chat_template", metavar="FILE", help="a template in place of the model's (chat, dpo, image-text-to-text)")
@@ -323,15 +323,15 @@ def _add_training(group) -> None:
     add("--num_train_epochs", type=real, default=3.0, help="passes over the data")
     add("--max_steps", type=int, default=-1, help="batches, in place of epochs, if above 0")
     add("--lr_scheduler_type", choices=SCHEDULERS, default="linear", help="schedule of transformers")
-    add("--warmup_steps", type=whole, default=0, help="batches in which the learning rate rises")
+    add("--warmup_steps", type=count_from_0, default=0, help="batches in which the learning rate rises")
     add("--warmup_ratio", type=part, default=0.0, help="the same as a fraction of all batches")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
     add("--initial_loss_scale", type=scale, help="loss scale of the first batch (--fp16); 65536")
     add("--loss_scale_window", type=count, help="batches without an overflow after which it grows; 2000")
-    add("--loss_scale_growth", type=within(1, float), help="factor by which it grows; 2")
+    add("--loss_scale_growth", type=within(1), help="factor by which it grows; 2")
     add("--loss_scale_backoff", type=part, help="factor by which an overflow lowers it; 0.5")
     add("--min_loss_scale", type=scale, help="an overflow at this scale ends the run; 1")
-    add("--seed", type=whole, default=42, help="seed of dropout, the order of samples and new parameters")
+    add("--seed", type=count_from_0, default=42, help="seed of dropout, the order of samples and new parameters")
 
 
 def _add_pipeline(group) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megatron.documents.flag_types import count, whole
+from megatron.documents.flag_types import count, count_from_0
 from megatron.finetuning.adapter_arguments import SOURCES
 from megatron.finetuning.data.task_arguments import PREFERENCE
 
@@ -24,7 +24,7 @@ def add_freezing(add: Callable[..., argparse.Action]) -> None:
     """Add the flags. `add`: the `add_argument` of a parser or of a group."""
     add("--freeze_training", action="store_true", help="freeze layers from the input on as they converge")
     add("--freeze_interval", type=count, help="batches between two decisions")
-    add("--freeze_start", type=whole, default=0, help="batches before the first interval begins")
+    add("--freeze_start", type=count_from_0, default=0, help="batches before the first interval begins")
     add("--freeze_alpha", type=float, help="largest part of the layers left that an interval freezes; 1/3")
     add("--freeze_schedule", metavar="N,N,...", help="frozen layers after interval 1, 2, ..., in place of gradients")
     add("--freeze_watch_validation", type=float, metavar="TOLERANCE",

@@ -21,7 +21,8 @@ from megatron.commands.grid_search.model_config import (
     read_configured,
     refuse_several_models,
 )
-from megatron.documents.command_line import add_flags, count
+from megatron.documents.command_line import add_flags
+from megatron.documents.flag_types import count
 from megatron.documents.tables import print_table
 from megatron.planner import Architecture
 from megatron.planner.memory.memory import GIB

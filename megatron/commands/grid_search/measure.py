@@ -34,7 +34,8 @@ from megatron.commands.grid_search.trial_results import (
 )
 from megatron.commands.grid_search.trial_runs import Runs, collect, measure
 from megatron.documents import command_line
-from megatron.documents.command_line import add_flags, count, positive
+from megatron.documents.command_line import add_flags
+from megatron.documents.flag_types import count, positive
 from megatron.documents.tables import console
 from megatron.planner.job.configuration import KINDS, Configuration
 from megatron.planner.time.profile import Profile, load_profile

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 from megatron.commands.grid_search.search_inputs import (
     ModelInput,
     add_search_arguments,
-    progress_bars,
     read_cluster,
     read_model,
 )
 from megatron.commands.grid_search.search_script import PROGRAM, ROOT, remove_script, script_text, write_topology
 from megatron.documents import command_line, counted
-from megatron.documents.command_line import add_flags, count, positive
+from megatron.documents.command_line import add_flags, progress_bars
 from megatron.documents.files import write_whole
+from megatron.documents.flag_types import count, positive
 from megatron.documents.tables import console
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster

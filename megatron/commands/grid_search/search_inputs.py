@@ -4,21 +4,19 @@ search.
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from megatron.commands.grid_search.model_config import add_configured_arguments, read_configured, refuse_several_models
-from megatron.documents.command_line import add_flags, count, counts, positive, tokens
+from megatron.documents.command_line import add_flags
 from megatron.documents.files import read_document
+from megatron.documents.flag_types import count, counts, positive, tokens
 from megatron.planner import DEVICES, Cluster, load_cluster
 from megatron.planner.job.cluster import CLUSTERS, MOST, MOST_PRICE, make_cluster
 from megatron.planner.search import RANK_MAPPINGS, SCOPES, offered
 from megatron.planner.search.outcome import OBJECTIVES
-from megatron.planner.search.search import Progress
 from megatron.planner.search.space import schedules_on_device
 from megatron.planner.time.calibration import DEFAULT_NAME, NAMES
 from megatron.trainer.arguments import Platform
@@ -319,23 +317,3 @@ def some_of(known: Collection[str], of_name: Callable[[str], object] = str) -> C
         return tuple(map(of_name, names))
 
     return chosen
-
-
-@contextmanager
-def progress_bars() -> Iterator[Progress | None]:
-    """Show a progress bar on standard error if it is a terminal; else print nothing."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        tasks: dict = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield report

@@ -21,14 +21,14 @@ from megatron.commands.grid_search.search_inputs import (
     ClusterInput,
     ModelInput,
     add_search_arguments,
-    progress_bars,
     read_cluster,
     read_model,
 )
 from megatron.commands.grid_search.search_script import remove_script, script_text, write_topology
 from megatron.documents import command_line
-from megatron.documents.command_line import add_flags, counts
+from megatron.documents.command_line import add_flags, progress_bars
 from megatron.documents.files import write_whole
+from megatron.documents.flag_types import counts
 from megatron.documents.tables import console
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST

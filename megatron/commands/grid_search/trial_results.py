@@ -23,6 +23,7 @@ from megatron.planner.search.space import preset_of
 from megatron.planner.time.iteration import simulated
 from megatron.planner.time.profile import Profile
 from megatron.planner.time.profiled import ProfiledCosts, shape_of
+from megatron.trainer.arguments.flags.refusals import by_flag
 
 
 class Settings(BaseModel):
@@ -55,7 +56,7 @@ def differences(known: Sequence[str], given: Sequence[str], *, but: frozenset[st
         given: the flags and values to compare with.
         but: flags that may differ.
     """
-    first, second = _by_flag(known), _by_flag(given)
+    first, second = ({flag: " ".join(values) for flag, values in by_flag(argv)} for argv in (known, given))
     told = []
     for flag in dict.fromkeys((*first, *second)):
         before, now = first.get(flag), second.get(flag)
@@ -66,16 +67,6 @@ def differences(known: Sequence[str], given: Sequence[str], *, but: frozenset[st
         else:
             told.append(f"{flag} {before} and not {now}")
     return ", ".join(told)
-
-
-def _by_flag(argv: Sequence[str]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
-    for word in argv:
-        if word.startswith("--"):
-            values = found.setdefault(word, [])
-        else:
-            values.append(word)
-    return {flag: " ".join(values) for flag, values in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,16 +62,16 @@ def add_task(add: Callable[..., argparse.Action]) -> None:
     """Add the flags of single tasks. `add`: the `add_argument` of a parser or of a group."""
     add("--chosen_column", help="column of the preferred answer (dpo)")
     add("--rejected_column", help="column of the other answer (dpo)")
-    add("--dpo_beta", type=within(1e-6, float), metavar="B", default=DPO_BETA,
+    add("--dpo_beta", type=within(1e-6), metavar="B", default=DPO_BETA,
         help="how strongly the model is held to the one that it began as (dpo)")  # fmt: skip
-    add("--dpo_label_smoothing", type=within(0, float, most=0.5), metavar="E", default=0.0,
+    add("--dpo_label_smoothing", type=within(0, most=0.5), metavar="E", default=0.0,
         help="share of pairs that are taken to be the wrong way round (dpo)")  # fmt: skip
     add("--attn_implementation", type=_attention, metavar="WORD",
         help="attention as operators (eager) or torch's kernel (sdpa); none: what transformers takes")  # fmt: skip
-    add("--mlm_probability", type=within(0.001, float, most=1.0),
+    add("--mlm_probability", type=within(0.001, most=1.0),
         help=f"share of the tokens that are hidden (masked-lm); {MLM_PROBABILITY}")  # fmt: skip
     add("--audio_column", help="column of the sound (audio-classification, ctc, speech-to-text)")
-    add("--max_seconds", type=within(0.001, float),
+    add("--max_seconds", type=within(0.001),
         help=f"to which sounds are cut and padded; none: as the feature extractor, or {MAX_SECONDS:g}")  # fmt: skip
     add("--ignore_mismatched_sizes", action="store_true",
         help="a head of other classes than the data's begins at random, as a missing one does")  # fmt: skip

@@ -52,7 +52,7 @@ from megatron.trainer.checkpoint.state import without_copies
 _OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
 
 _OWNER_PATIENCE = PATIENCE + 15.0  # seconds that a lost process may still live
-_BETWEEN_LOOKS = 0.2  # seconds between two checks of the mark of a process that may be dead, and of `interrupted`
+_POLL_SECONDS = 0.2  # seconds between two checks of the mark of a process that may be dead, and of `interrupted`
 
 # Bytes that torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
@@ -192,11 +192,11 @@ class CheckpointWriter:
             mark = OwnerMark(self.root)
             try:
                 while not mark.try_to_take():
-                    time.sleep(_BETWEEN_LOOKS)
+                    time.sleep(_POLL_SECONDS)
             except CheckpointError:  # a stopped process, for example, lives until its launcher ends it
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(_BETWEEN_LOOKS)
+                time.sleep(_POLL_SECONDS)
             else:
                 self._owner_mark = mark
 
@@ -226,7 +226,7 @@ class CheckpointWriter:
 
     def _wait_for(self, thread: threading.Thread) -> None:
         while thread.is_alive():
-            thread.join(_BETWEEN_LOOKS)
+            thread.join(_POLL_SECONDS)
             if self.interrupted() and thread.is_alive():
                 raise RuntimeError("a rank was lost while this one waited for the files of a checkpoint")
 

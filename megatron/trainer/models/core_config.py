@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state, expert_tensor_size
+from megatron.trainer.arguments.flags.model import OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.rules.stages import layer_split, layout_of
 
 
@@ -93,26 +94,22 @@ _OF_FP8 = (
 _OF_ATTENTION = (
     "softmax_type", "window_size", "window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value",
 )  # fmt: skip
-_OF_LATENTS = (
-    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base",
-    "rotary_percent",
-)  # fmt: skip
-_OF_YARN = (
-    "rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "mscale",
-    "mscale_all_dim",
+_ROUNDED = "yarn_correction_range_round_to_int"  # no field of the configuration
+_OF_MULTI_LATENT_ATTENTION = (
+    *OF_LATENTS, "rope_type", "rotary_base", "rotary_percent", *(name for name in OF_YARN if name != _ROUNDED),
 )  # fmt: skip
 
 
 def _attention(args: TrainConfig) -> dict[str, object]:
     """The fields of windows, softmax sinks, clamped gates and MLA's latents."""
-    names = _OF_ATTENTION + (_OF_LATENTS + _OF_YARN) * args.multi_latent_attention
+    names = _OF_ATTENTION + _OF_MULTI_LATENT_ATTENTION * args.multi_latent_attention
     return {name.removeprefix("yarn_"): getattr(args, name) for name in names}
 
 
 def _with_yarn(args: TrainConfig, config: TransformerConfig) -> TransformerConfig:
     """`config` with the YaRN attributes that megatron.core's GPT reads and that are no fields of the configuration."""
     if args.position_embedding_type == "yarn":
-        for name in (*_OF_YARN, "yarn_correction_range_round_to_int"):
+        for name in OF_YARN:
             setattr(config, "yarn_" + name.removeprefix("yarn_"), getattr(args, name))
     return config
 

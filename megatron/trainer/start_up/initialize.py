@@ -44,7 +44,7 @@ from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size, ranks_of_place
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
-from megatron.trainer.checkpoint.ownership import OwnerMark
+from megatron.trainer.checkpoint.ownership import BETWEEN_LOOKS, OwnerMark
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import arranged, arrangement_to_begin_with, first_arrangement
 from megatron.trainer.ranks import set_seeds
@@ -362,8 +362,6 @@ def shortage(needs: Sequence[Need]) -> str | None:
 
 # --- directories ------------------------------------------------------------------------------------------------------
 
-_BETWEEN_LOOKS = 1.0  # seconds between two checks of a job that may be dead
-
 
 def prepare_outputs(args: TrainConfig) -> OwnerMark | None:
     """Make the directories of `--save` and `--pipeline-timeline`, and take the directory of `--save` for this job.
@@ -384,7 +382,7 @@ def prepare_outputs(args: TrainConfig) -> OwnerMark | None:
         return None
     mark = OwnerMark(save) if torch.distributed.get_rank() == 0 else None
     while not on_rank_zero(lambda: mark.try_to_take()):  # in short steps: other ranks wait with a timeout
-        time.sleep(_BETWEEN_LOOKS)
+        time.sleep(BETWEEN_LOOKS)
     try:
         problem = on_rank_zero(lambda: _problem_with_leftovers(save))
         if problem is not None:

@@ -39,7 +39,7 @@ from torch.distributed import AllreduceOptions, ProcessGroup, ProcessGroupGloo, 
 
 from megatron.backend.gloo import remember_groups, take_groups
 
-_BETWEEN_LOOKS = timedelta(seconds=0.2)
+_POLL_INTERVAL = timedelta(seconds=0.2)
 _PATIENCE = 1.0  # seconds after a break in which gloo may end a collective by itself
 _RECEIVES = {int(each) for each in (OpType.RECV, OpType.RECVANYSOURCE)}
 _SEND = int(OpType.SEND)
@@ -126,7 +126,7 @@ def _interrupted_wait(work: Work, timeout: timedelta | None = None) -> bool:
 def _look_at_collective(work: Work) -> bool:
     """Wait a moment for a collective. Return whether it is done, or raise its error."""
     try:
-        return _wait(work, _BETWEEN_LOOKS)
+        return _wait(work, _POLL_INTERVAL)
     except RuntimeError as error:
         if "Operation timed out" not in str(error):  # the collective's own error
             raise
@@ -151,7 +151,7 @@ class _LooksAtSend:
             self._error = error
 
     def __call__(self) -> bool:
-        self._thread.join(_BETWEEN_LOOKS.total_seconds())
+        self._thread.join(_POLL_INTERVAL.total_seconds())
         if self._error is not None:
             raise self._error
         return not self._thread.is_alive()
