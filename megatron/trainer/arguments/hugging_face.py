@@ -26,7 +26,7 @@ _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 
 
 @dataclass(frozen=True)
-class ConfiguredModel:
+class HuggingFaceModel:
     """A model that a configuration describes: its `model_type`, and all flags on which its weights depend."""
 
     model_type: str
@@ -61,7 +61,7 @@ def read_config(path: Path | str) -> dict[str, object]:
     return config
 
 
-def model_of(config: Mapping[str, object], source: object) -> ConfiguredModel:
+def model_of(config: Mapping[str, object], source: object) -> HuggingFaceModel:
     """The model that a configuration describes. Raises ValueError that names `source`."""
     try:
         return _model_of(config)
@@ -69,7 +69,7 @@ def model_of(config: Mapping[str, object], source: object) -> ConfiguredModel:
         raise ValueError(f"{source}: {error}") from error
 
 
-def _model_of(config: Mapping[str, object]) -> ConfiguredModel:
+def _model_of(config: Mapping[str, object]) -> HuggingFaceModel:
     _require_known_quantization(config.get(QUANTIZATION))
     kind = present(config, ["model_type"])
     if kind in NOT_COMPUTED:
@@ -88,7 +88,7 @@ def _model_of(config: Mapping[str, object]) -> ConfiguredModel:
     facts = {name: flag.default for name, flag in _SHAPING.items()} | family.fixed
     for part in family.parts:
         facts |= part.read(config)
-    return ConfiguredModel(kind, {name: _plain(name, value, facts["num_layers"]) for name, value in facts.items()})
+    return HuggingFaceModel(kind, {name: _plain(name, value, facts["num_layers"]) for name, value in facts.items()})
 
 
 def _require_known_quantization(quantization: object) -> None:
@@ -161,7 +161,7 @@ _PROGRAMS = {family.architecture: PROGRAMS[family.architecture][0] for family in
 """Architecture with models that can be converted -> the program that trains it."""
 
 
-def take_over(args: Arguments, model: ConfiguredModel, source: object) -> list[str]:
+def take_over(args: Arguments, model: HuggingFaceModel, source: object) -> list[str]:
     """Complete parsed arguments from a model, for `--load-hf`; return a note that lists the flags taken from it.
 
     Raises ValueError for a command line flag that contradicts the model.
@@ -193,7 +193,7 @@ _OLD_NAMES = {"use_rotary_position_embeddings": "rope", "add_position_embedding"
 """Old flags for a kind of position embedding -> that kind. With rotary embeddings they have no further meaning."""
 
 
-def _says_the_same(name: str, given: object, model: ConfiguredModel) -> bool:
+def _says_the_same(name: str, given: object, model: HuggingFaceModel) -> bool:
     """Whether a flag says, in other words, that every head has its own keys and values."""
     facts = model.facts
     return not facts["group_query_attention"] and (name, given) in (
@@ -226,7 +226,7 @@ def _remedy(flag: Flag, value: object) -> str:
 
 
 def facts_of(args: Arguments) -> Facts:
-    """The model's flags in completed arguments, in the form of `ConfiguredModel.facts`."""
+    """The model's flags in completed arguments, in the form of `HuggingFaceModel.facts`."""
     facts = {
         name: _plain(name, getattr(args, name), args.num_layers)
         for name in (*_SHAPING, *_FURTHER)
