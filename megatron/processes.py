@@ -22,6 +22,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,16 @@ def end_with_parent(by: int = signal.SIGTERM) -> None:
     """Make Linux send the signal `by` to this process when its parent ends; a no-op on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+
+
+def end_worker_with_parent() -> None:
+    """End this worker of `multiprocessing` when its parent ends: a killed parent cannot end its workers."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with parent", daemon=True).start()
 
 
 MARK = "PIPELINE_JOB"

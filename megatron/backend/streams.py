@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.backend.device import host_mapping
+from megatron.documents import GIB
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 
@@ -185,7 +186,7 @@ def _register(tensor: Tensor, whose: str) -> None:
 
 def _not_pinned(num_bytes: int, whose: str, why: object) -> str:
     return (
-        f"{num_bytes / 2**30:.3g} GiB of the host's memory{whose} cannot be pinned ({why}); raise the limit on locked "
+        f"{num_bytes / GIB:.3g} GiB of the host's memory{whose} cannot be pinned ({why}); raise the limit on locked "
         "memory (ulimit -l), or give the host more memory"
     )
 

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.documents import command_line, flag_types
+from megatron.documents import GIB, command_line, flag_types
 
 TARGETS = ("torch_dist", "hugging-face", "flags")
 FLAGS_FILE = "flags.txt"
@@ -42,7 +42,6 @@ _OF_PROGRAM = {
 }
 """Architecture -> what its program needs besides the model."""
 _TOKENS_OF_T5 = 512  # any number serves, since its weights depend on none
-_GIB = 2**30
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -242,7 +241,7 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
     config["torch_dtype"] = str(weights.dtype(tensors[0])).removeprefix("torch.")
     config = _described(options, config, given)
     with _whole(options.output) as partial:
-        write_hugging_face(partial, weights, tensors, largest_file=int(options.max_shard_size * _GIB))
+        write_hugging_face(partial, weights, tensors, largest_file=int(options.max_shard_size * GIB))
         _copy_beside(options.config.parent if options.config else options.source, partial)
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     print(f"wrote {options.output}: {config['architectures'][0]}, vocabulary of {args.vocab_size}")

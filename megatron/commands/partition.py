@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.documents import command_line
+from megatron.documents import GIB, command_line
 from megatron.documents.command_line import add_flags
 from megatron.documents.files import write_whole
 from megatron.documents.flag_types import count, positive
@@ -36,8 +36,6 @@ from megatron.finetuning.adapter_arguments import add_adapters, validate_adapter
 from megatron.finetuning.arguments import add_data, add_microbatch, changed, settle_precision
 from megatron.finetuning.row_arguments import validate_rows
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
-
-GIB = 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

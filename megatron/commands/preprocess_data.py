@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 
 from megatron.documents import command_line
 from megatron.documents.files import is_compressed, open_text, require_characters
+from megatron.processes import end_worker_with_parent
 from megatron.trainer.arguments.flags import files as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
 from megatron.trainer.arguments.flags.refusals import refused
@@ -130,19 +130,13 @@ def _start_worker(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent ends workers
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # undo the parent's handlers, which a fork inherits
-    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    end_worker_with_parent()
     _make_encoder(args)
 
 
 def _make_encoder(args: argparse.Namespace) -> None:
     global _encoder
     _encoder = _Encoder(args)
-
-
-def _end_with_parent() -> None:
-    """End this worker when its parent ends: a killed parent cannot end its workers, which would wait forever."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[list[int]]], int] | str]:

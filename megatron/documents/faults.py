@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Annotated
 
-from pydantic import BeforeValidator, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
 _NEAR = 0.7  # of difflib's measure; seq_len and seq are 0.6, micro_bach and micro_batch 0.95
@@ -40,6 +40,8 @@ def _name(value: object) -> object:
 
 Number = BeforeValidator(_no_boolean)
 """Marks a number that must not be a boolean: `Annotated[int, Number]`. Without it pydantic accepts true as 1."""
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Boolean = StrictBool
 """The type of true and false. pydantic's `bool` would accept 1 and "yes", too."""
 Name = Annotated[str, BeforeValidator(_name)]

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import fx
 
@@ -23,6 +23,7 @@ from megatron.capture.blocks import Crossings
 from megatron.capture.export import Captured, check_signature
 from megatron.capture.graph_file import stage_of_operators
 from megatron.documents import counted
+from megatron.documents.faults import NonNegative
 from megatron.documents.files import write_whole
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.lane_order import Residency
@@ -43,9 +44,6 @@ LENGTHS = {
 }  # fmt: skip
 """Flag of a sequence length -> the tasks whose microbatches have that length."""
 
-_Count = Annotated[int, Field(ge=0)]
-_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StageCost:
@@ -60,13 +58,13 @@ class StageCost:
         frozen_bytes: bytes of the frozen parameters that the stage is the first on its device to use.
     """
 
-    forward_ms: _Number
-    recompute_and_backward_ms: _Number
-    plain_forward_ms: _Number
-    plain_backward_ms: _Number
-    parameters: _Count
-    saved_bytes: _Count
-    frozen_bytes: _Count = 0
+    forward_ms: NonNegative
+    recompute_and_backward_ms: NonNegative
+    plain_forward_ms: NonNegative
+    plain_backward_ms: NonNegative
+    parameters: NonNegativeInt
+    saved_bytes: NonNegativeInt
+    frozen_bytes: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -88,13 +86,13 @@ class PartitionFile:
     sequence: tuple[int, int]
     dtype: str
     method: str
-    objective_ms: _Number
+    objective_ms: NonNegative
     stage_of_node: dict[int, int]
-    rank_of_stage: tuple[_Count, ...]
+    rank_of_stage: tuple[NonNegativeInt, ...]
     stages: tuple[StageCost, ...]
-    bandwidth_gigabytes_per_second: _Number
-    memory_limit_bytes: _Number
-    weight_bytes_per_parameter: _Number
+    bandwidth_gigabytes_per_second: NonNegative
+    memory_limit_bytes: NonNegative
+    weight_bytes_per_parameter: NonNegative
 
     def work(self, graph: StageGraph) -> tuple[tuple[float, float], ...]:
         """Seconds of a forward and of a backward of each stage; a stage without outgoing edges does not recompute."""

@@ -23,7 +23,7 @@ from megatron.capture.blocks import Crossings, crossings
 from megatron.capture.export import Captured
 from megatron.capture.nodes import without_model
 from megatron.capture.statistics import counted_in
-from megatron.documents import counted
+from megatron.documents import GIB, counted
 from megatron.documents.tables import console
 from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.adapter_config import adapter_config
@@ -57,7 +57,6 @@ from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.pipeline.schedules import Schedule
 
-GIB = 2**30
 CHAINS = ("2bw", "pipedream")
 """Schedules that run one stage on each device, in a row."""
 

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from megatron.capture.estimate import Roofline, estimate, estimated_milliseconds
-from megatron.documents import counted
+from megatron.documents import GIB, counted
 from megatron.documents.tables import console
 from megatron.finetuning.partitioning import stage_costs, state_bytes
 from megatron.finetuning.plan import RunPlan, adapter_line, planned, shorter_lines
@@ -33,7 +33,6 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import HOST_MEMORY_BANDWIDTH
 from megatron.planner.job.devices import DEVICES, Device
 
-GIB = 2**30
 LAUNCH_MICROSECONDS = 5.0
 STEPPED_BYTES = 12
 """Bytes that the host moves for a parameter in a step, besides the optimizer's state. The host reads the gradient, and

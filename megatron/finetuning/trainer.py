@@ -28,11 +28,8 @@ from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.trackers import Trackers
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.agreement import gathered
-from megatron.trainer.ranks import StopSignal
+from megatron.trainer.ranks import STOP, StopSignal
 from megatron.trainer.report.metrics import MetricsFile
-
-STOP = 1
-"""The stop request to save and end the run."""
 
 EVALUATED_TOGETHER = 32
 """The number of microbatches that one call of the engine evaluates."""

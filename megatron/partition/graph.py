@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import networkx
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=0)]
+from megatron.documents import GIB
+from megatron.documents.faults import NonNegative, Positive
+
 _record = validated(frozen=True, config=ConfigDict(extra="forbid"))
 
 
@@ -46,17 +46,17 @@ class GraphNode:
     """
 
     id: int
-    fwd_ms: _Number
-    bwd_ms: _Number
-    params: _Count
-    mem_bytes: _Number
-    out_bytes: _Number
+    fwd_ms: NonNegative
+    bwd_ms: NonNegative
+    params: NonNegativeInt
+    mem_bytes: NonNegative
+    out_bytes: NonNegative
     scope: str = ""
     block: str = ""
     input: bool = False
-    fwd_plain_ms: _Number | None = None
-    bwd_plain_ms: _Number | None = None
-    mem_plain_bytes: _Number | None = None
+    fwd_plain_ms: NonNegative | None = None
+    bwd_plain_ms: NonNegative | None = None
+    mem_plain_bytes: NonNegative | None = None
 
     @property
     def has_plain(self) -> bool:
@@ -78,8 +78,8 @@ class GraphNode:
 class PartitionDevice:
     """A device: its memory in bytes, and its speed, by which the nodes' times are divided."""
 
-    memory_limit_bytes: _Positive
-    speed: _Positive = 1.0
+    memory_limit_bytes: Positive
+    speed: Positive = 1.0
 
 
 @_record
@@ -101,8 +101,8 @@ class SharedByNodes:
     """
 
     nodes: Annotated[tuple[int, ...], Field(min_length=2)]
-    params: _Count
-    out_bytes: _Number
+    params: NonNegativeInt
+    out_bytes: NonNegative
 
 
 @_record
@@ -119,9 +119,9 @@ class Graph:
     nodes: Annotated[tuple[GraphNode, ...], Field(min_length=1)]
     edges: tuple[tuple[int, int], ...]
     num_devices: Annotated[int, Field(ge=1)]
-    bandwidth_gigabytes_per_second: _Positive
-    memory_limit_bytes: _Positive
-    weight_bytes_per_parameter: _Number
+    bandwidth_gigabytes_per_second: Positive
+    memory_limit_bytes: Positive
+    weight_bytes_per_parameter: NonNegative
     name: str = ""
     special_block: str = ""
     devices: tuple[PartitionDevice, ...] = ()
@@ -321,8 +321,8 @@ def evaluate(graph: Graph, partition: Partition) -> Valuation:
     for device, num_bytes in enumerate(memory):
         if num_bytes > graph.memory_limit(device):
             raise ValueError(
-                f"device {device} would hold {num_bytes / 2**30:.2f} GiB of at most "
-                f"{graph.memory_limit(device) / 2**30:.2f}; give it less, or more memory"
+                f"device {device} would hold {num_bytes / GIB:.2f} GiB of at most "
+                f"{graph.memory_limit(device) / GIB:.2f}; give it less, or more memory"
             )
 
     sent = [0.0] * len(devices)

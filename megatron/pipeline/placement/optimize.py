@@ -256,8 +256,8 @@ def _arrangements(degrees: Degrees, groups: SlotGroups) -> Iterator[list[int]]:
     capacities = groups.capacities
     by_size = sorted(range(len(capacities)), key=lambda location: -capacities[location])
     for stages in (list(range(degrees.pipeline)), pair_order(degrees.pipeline)):
-        for num_replicas in _divisors(degrees.data):
-            for num_stages in _divisors(degrees.pipeline):
+        for num_replicas in divisors(degrees.data):
+            for num_stages in divisors(degrees.pipeline):
                 if num_replicas * num_stages > max(capacities):
                     continue
                 for replicas_first in (True, False):
@@ -289,8 +289,10 @@ def _blocks(
     ]
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 def _searched(assignment: Assignment, arrangements: Iterable[list[int]]) -> list[int]:

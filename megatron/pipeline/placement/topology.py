@@ -28,12 +28,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron.documents.faults import Positive
 from megatron.documents.files import read_document
 from megatron.pipeline.placement.mapping import Mapping
 
 _GIGA = 1e9
 _MOST_GPUS = 65_536  # of a node; a greater number is a typing error that would fill the memory
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Record(BaseModel):
@@ -50,8 +50,8 @@ class Node(_Record):
 class Bandwidth(_Record):
     """Bandwidths in GB/s in one direction: of a GPU inside its node, and of a node to the network."""
 
-    within_node: _Positive
-    between_nodes: _Positive
+    within_node: Positive
+    between_nodes: Positive
 
 
 class Topology(_Record):
@@ -60,7 +60,7 @@ class Topology(_Record):
 
     nodes: Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
     bandwidth: Bandwidth
-    teraflops_per_gpu: _Positive | None = None
+    teraflops_per_gpu: Positive | None = None
 
     @property
     def num_slots(self) -> int:

@@ -97,7 +97,7 @@ class Costs:
         Raises ValueError as `seconds` does.
         """
         backward, values = spread("backward", self.backward, num_stages), {**vars(self), **self.others}
-        found = {"backward": backward} | dict(zip(_HALVES, self._halves(backward), strict=True))
+        found = {"backward": backward} | dict(zip(HALVES, self._halves(backward), strict=True))
         for name in _NAMES:
             value = values.get(name, 0.0)
             found[name] = found[_DEFAULTS[name]] if value is None else spread(name, value, num_stages)
@@ -105,7 +105,7 @@ class Costs:
 
     def _halves(self, backward: list[float]) -> tuple[list[float], list[float]]:
         """The times of I and W. A missing one is the rest of the backward; if both are missing, each is half of it."""
-        values = {name: getattr(self, name) for name in _HALVES}
+        values = {name: getattr(self, name) for name in HALVES}
         given = {name: spread(name, each, len(backward)) for name, each in values.items() if each is not None}
         if len(given) == 2:
             return tuple(given.values())
@@ -133,8 +133,8 @@ class Costs:
         return occupation[0], occupation[1], spread("latency", self.latency, num_edges)
 
 
-_HALVES = "backward_input", "backward_weight"
-_NAMES = tuple(dict.fromkeys(word.cost for word in WORDS.values() if word.cost not in ("backward", *_HALVES)))
+HALVES = "backward_input", "backward_weight"
+_NAMES = tuple(dict.fromkeys(word.cost for word in WORDS.values() if word.cost not in ("backward", *HALVES)))
 _DEFAULTS = {
     "recompute": "forward", "load": "evict", "reload": "offload", "swap_in": "swap_out", "predict": "step",
 }  # fmt: skip
@@ -177,8 +177,8 @@ def measured_costs(measured: Timeline) -> Costs:
         found["reduce_grad"] = _least_of_copies(measured, found["reduce_grad"])
     found["recompute"] = [again or once for again, once in zip(found["recompute"], found["forward"], strict=True)]
     seen = {kind.row.cost for kind, _ in times}
-    if seen.intersection(_HALVES):
-        seen.update(_HALVES)
+    if seen.intersection(HALVES):
+        seen.update(HALVES)
     return Costs(**{name: each if name in seen or known[name] is not None else None for name, each in found.items()})
 
 

@@ -29,7 +29,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.documents.faults import nearest, place, shown
+from megatron.documents.faults import Positive, nearest, place, shown
 from megatron.documents.files import read_document
 from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device, described, devices_like, edition_of, is_edition, known_device
@@ -43,7 +43,6 @@ MOST = 65_536
 MOST_PRICE = 1_000_000
 """The highest price of a GPU hour, in any currency. With far higher prices the cost of a training would overflow."""
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CPU = Device(  # a core of a laptop
     memory_gib=2.0, peak_teraflops=0.05, peak_teraflops_fp32=0.05, memory_bandwidth=10, link_bandwidth=2,
     host_bandwidth=5,  # a copy reads and writes
@@ -67,8 +66,8 @@ def _code(currency: str) -> str:
 class _Links(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    within_node: _Positive | None = None
-    between_nodes: _Positive | None = None
+    within_node: Positive | None = None
+    between_nodes: Positive | None = None
 
 
 def _processor(label: str) -> str:
@@ -88,12 +87,12 @@ class Cluster(BaseModel):
     nodes: Annotated[int, Field(ge=1, le=MOST)] | Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
     gpus_per_node: Annotated[int, Field(ge=1, le=MOST, default_factory=_usual_gpus_per_node)]
     bandwidth: _Links = _Links()
-    memory_gib: _Positive | None = None
-    peak_teraflops: _Positive | None = None
-    memory_bandwidth: _Positive | None = None
-    host_memory_gib: _Positive | None = None
-    host_bandwidth: _Positive | None = None
-    host_optimizer_ns: _Positive | None = None
+    memory_gib: Positive | None = None
+    peak_teraflops: Positive | None = None
+    memory_bandwidth: Positive | None = None
+    host_memory_gib: Positive | None = None
+    host_bandwidth: Positive | None = None
+    host_optimizer_ns: Positive | None = None
     gpus_per_host: Annotated[int, Field(ge=1, le=MOST)] | None = None
     price_per_gpu_hour: Annotated[float, Field(gt=0, le=MOST_PRICE, allow_inf_nan=False)] | None = None
     currency: Annotated[str, AfterValidator(_code)] = "USD"

@@ -29,6 +29,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from megatron.documents import GIB
 from megatron.documents.tables import plain_table
 from megatron.pipeline.communicators import Communicator, chain_of_rank, links_of_rank, move_link_of_rank
 from megatron.pipeline.program.edges import stages_by_rank
@@ -101,9 +102,6 @@ def _link_bytes(rank_of_stage: tuple[int, ...], moves: bool) -> tuple[float, ...
         pair = move_link_of_rank(rank_of_stage, rank) if moves else ()
         own.append(buffer_bytes((*links_of_rank(rank_of_stage, rank), *pair)))
     return tuple(own)
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.pipeline.placement.mapping import NAMES
+from megatron.pipeline.placement.optimize import divisors
 from megatron.pipeline.program.edges import rank_of_stage
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
 from megatron.planner.job.configuration import meaning
 from megatron.planner.memory.recompute import RecomputeScope
+from megatron.planner.time.microbatch_flow import MANY
 
 PLAIN = Preset("1f1b", "flush")
 """The schedule that is tried in place of all others on one stage: there no schedule saves or idles less."""
@@ -21,7 +23,6 @@ PLAIN = Preset("1f1b", "flush")
 _BALANCED = "+balance"
 _FEW_RANKS = 4
 _MOST_RANKS = 16  # a preset that moves nothing up to here never moves anything
-_MANY = (1 << 20,)  # one batch with enough microbatches to fill any pipeline
 
 
 def offered() -> dict[str, Preset]:
@@ -100,7 +101,7 @@ def _fewest_ranks(meant: tuple[Any, ...]) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _moves(schedule: Schedule) -> bool:
-    return bool(schedule.evicting_ranks(_MANY))
+    return bool(schedule.evicting_ranks(MANY))
 
 
 SCOPES = tuple(RecomputeScope)
@@ -223,9 +224,3 @@ class Space:
 def schedules_on_device() -> tuple[str, ...]:
     """The names in `offered()` of schedules that a search tries by default and that keep weights on the device."""
     return tuple(name for name, preset in offered().items() if preset.by_default and preset.residency is None)
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})

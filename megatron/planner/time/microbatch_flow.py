@@ -96,7 +96,7 @@ class StageTimes:
         return [sum(each) for each in zip(self.step, self.predict, self.held(num_microbatches), strict=True)]
 
 
-_MANY = (1 << 20,)  # a batch with enough microbatches to fill any pipeline
+MANY = (1 << 20,)  # a batch with enough microbatches to fill any pipeline
 
 
 def moving_parts(schedule: Schedule) -> list[float]:
@@ -107,8 +107,8 @@ def moving_parts(schedule: Schedule) -> list[float]:
     """
     if not schedule.balance:
         return [0.0] * schedule.num_ranks
-    own, bounds = (each.max_saved_on_rank(_MANY) for each in (replace(schedule, balance=False), schedule))
-    evicting = set(schedule.evicting_ranks(_MANY))
+    own, bounds = (each.max_saved_on_rank(MANY) for each in (replace(schedule, balance=False), schedule))
+    evicting = set(schedule.evicting_ranks(MANY))
     return [
         (count - bound + 1) / count if rank in evicting else 0.0
         for rank, (count, bound) in enumerate(zip(own, bounds, strict=True))

@@ -15,18 +15,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from megatron.documents.faults import sentence, shown
+from megatron.documents.faults import NonNegative, sentence, shown
 from megatron.documents.files import read_json, write_whole
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.recompute import RecomputeScope
 
 VERSION = 1
 """The version of the file format. A reader refuses other versions."""
-
-_Count = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StagePosition(str, Enum):
@@ -45,10 +42,10 @@ class _Record(BaseModel):
 class Spread(_Record):
     """Seconds of one operation over `count` batches, calls or iterations. 80% of them lie between `low` and `high`."""
 
-    median: _Seconds
-    low: _Seconds
-    high: _Seconds
-    count: _Count
+    median: NonNegative
+    low: NonNegative
+    high: NonNegative
+    count: PositiveInt
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
@@ -69,11 +66,11 @@ class StageTime(_Record):
     """
 
     place: StagePosition
-    num_layers: _Count
-    tensor: _Count
-    micro_batch_size: _Count
+    num_layers: PositiveInt
+    tensor: PositiveInt
+    micro_batch_size: PositiveInt
     recompute: RecomputeScope
-    working: _Count
+    working: PositiveInt
     forward: Spread
     backward: Spread
     backward_input: Spread | None = None
@@ -104,11 +101,11 @@ class UpdateTime(_Record):
     """
 
     place: StagePosition
-    num_layers: _Count
-    num_parameters: _Count
-    tensor: _Count
+    num_layers: PositiveInt
+    num_parameters: PositiveInt
+    tensor: PositiveInt
     weights: str
-    working: _Count
+    working: PositiveInt
     zero: Spread
     norm: Spread
     step: Spread
@@ -121,15 +118,15 @@ class UpdateTime(_Record):
 class TransferTime(_Record):
     """The one-way time of a transfer, from posting the send to the arrival at the next rank."""
 
-    num_bytes: _Count
+    num_bytes: PositiveInt
     seconds: Spread
 
 
 class AllReduceTime(_Record):
     """The time of one all-reduce over `ranks` processes of one machine."""
 
-    ranks: _Count
-    num_bytes: _Count
+    ranks: PositiveInt
+    num_bytes: PositiveInt
     seconds: Spread
 
 
@@ -137,8 +134,8 @@ class CopyTime(_Record):
     """The time of one copy between the host's memory and a device, while `working` processes copy."""
 
     direction: Literal["to device", "from device"]
-    num_bytes: _Count
-    working: _Count
+    num_bytes: PositiveInt
+    working: PositiveInt
     seconds: Spread
 
 
@@ -146,8 +143,8 @@ class HostUpdateTime(_Record):
     """The time of the host's optimizer on `num_parameters` parameters, while `working` processes step as many."""
 
     kernel: Literal["loop", "fused"]
-    num_parameters: _Count
-    working: _Count
+    num_parameters: PositiveInt
+    working: PositiveInt
     seconds: Spread
 
 
@@ -155,8 +152,8 @@ class Machine(_Record):
     """The machine of the measurements. `threads`: threads of each process for operators on a CPU."""
 
     device: str
-    num_devices: _Count
-    threads: _Count
+    num_devices: PositiveInt
+    threads: PositiveInt
     system: str
     torch: str
     megatron_core: str
@@ -185,7 +182,7 @@ class Profile(_Record):
     dtype: Literal["float32", "float16", "bfloat16"]
     transformer_impl: str
     sequence_parallel: bool
-    processes: _Count
+    processes: PositiveInt
     shares_processor: bool
     machine: Machine
     stages: tuple[StageTime, ...]

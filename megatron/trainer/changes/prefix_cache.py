@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
+from megatron.documents import GIB
 from megatron.elastic.cache import ActivationCache, Generation, require_usable, weights_digest
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.failure.agreement import control_group, gathered
@@ -34,7 +35,6 @@ from megatron.trainer.plan.arrangement import model_config
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 _ABOUT_STAGES = ("pipeline", "timers", "microbatch")
 
 

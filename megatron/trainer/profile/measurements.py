@@ -47,6 +47,7 @@ from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.transport.links import LINKS
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate.costs import HALVES
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.time.profile import Machine, StagePosition
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -172,7 +173,7 @@ def time_stage(
         if halves:
             whole = _run_batch(lone, 2 * batch, num_microbatches, clock.now)
             split = _run_batch(lone, 2 * batch + 1, num_microbatches, clock.now, split=True)
-            batches.append([*whole, *(mark for mark in split if mark[0] in _HALVES)])
+            batches.append([*whole, *(mark for mark in split if mark[0] in HALVES)])
         else:
             batches.append(_run_batch(lone, batch, num_microbatches, clock.now))
     seconds_at = clock.reader()
@@ -184,9 +185,6 @@ def time_stage(
         for name, seconds in times.items():
             samples[name].append(fmean(seconds))
     return dict(samples)
-
-
-_HALVES = ("backward_input", "backward_weight")
 
 
 def _run_batch(

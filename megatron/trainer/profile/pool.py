@@ -18,7 +18,6 @@ import os
 import re
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
-from megatron.processes import MARK, end_marked, mark_of
+from megatron.processes import MARK, end_marked, end_worker_with_parent, mark_of
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.plan.command import SEARCHED
@@ -178,7 +177,7 @@ def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
 
     multiprocessing.current_process().daemon = False  # data loaders start child processes, which daemons cannot have
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent ends them
-    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    end_worker_with_parent()
     backend.install()
     backend.keep_freed_memory()  # as in training
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
@@ -200,12 +199,6 @@ def _told(error: BaseException) -> str:
             f"out of memory; leave out this microbatch size or recompute scope, or take a larger tensor degree ({text})"
         )
     return f"{type(error).__name__}: {text}\n{traceback.format_exc()}"
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent ends, since a killed parent cannot end it."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def _do(task: MeasuringTask, rank: int, store_path: str, connection: Connection) -> Any:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.backend.streams import streams_of
+from megatron.documents import GIB
 from megatron.pipeline.runtime.contract.meetings import fresh_name
 
 _OF_THE_TIMEOUT = 0.8  # the error of a barrier has the late rank, so it must come before errors of other waits
@@ -130,7 +131,7 @@ class NodeReplicas:
                 memory = _mapped(os.getpid(), file, token, count, dtype)
                 said = torch.tensor([os.getpid(), file, token])
         except (OSError, RuntimeError) as error:
-            problem = f"{num_bytes / 2**30:.3g} GiB cannot be mapped ({error})"
+            problem = f"{num_bytes / GIB:.3g} GiB cannot be mapped ({error})"
         self.group.broadcast([said], dist.BroadcastOptions()).wait()  # from the first
         try:
             if self.index > 0 and said[0] > 0:
