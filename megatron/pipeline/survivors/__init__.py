@@ -218,7 +218,7 @@ _REPEATED = 5
 
 def _settled(schedule: PipelineSchedule, num_microbatches: int) -> tuple[int, ...]:
     """Return the sizes of enough batches for the last ones to be alike."""
-    return (num_microbatches,) * (1 if schedule.weights.drains else schedule.settling_batches + 4)
+    return schedule.weights.full_batches(num_microbatches, schedule.settling_batches + 4)
 
 
 def _seconds(schedule: PipelineSchedule, costs: Costs, num_microbatches: int | None = None) -> float:

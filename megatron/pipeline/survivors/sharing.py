@@ -105,7 +105,7 @@ class Sharing:
             (schedule.residency is not None, "keeps weights on the host", "keep them on the device"),
             (weights.predicts, f"predicts weights ({weights.name})", "take plain 2bw or flush"),
             (weights.batch_size is not None, f"updates after each microbatch ({weights.name})", "take 2bw or flush"),
-            (weights.refreshes or weights.updates_alone, f"steps each stage by itself ({weights.name})", "take flush"),
+            (weights.updates_alone, f"steps each stage by itself ({weights.name})", "take flush"),
             (schedule.optimistic, "has steps that do not wait for their norm", "drop --optimistic-steps"),
             (bool(schedule.num_frozen), "has frozen stages", "train all stages"),
             (bool(schedule.copies), "has copies of stages already", "begin with the schedule of one replica"),

@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -183,27 +183,25 @@ def measure_copies(num_bytes: int) -> tuple[float, float]:
     """
     here = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device())
     there = streams_of(here.device).host_buffer((num_bytes,), torch.uint8)
-    own = []
-    for target, source in ((there, here), (here, there)):
-        found = []
-        for _ in range(1 + _REPEATS):
-            dist.barrier()
-            begin = time.perf_counter()
-            target.copy_(source)
-            here[0].item()  # waits until a device has finished
-            found.append(time.perf_counter() - begin)
-        own.append(statistics.median(found[1:]) / num_bytes)
+    own = [_median_seconds(lambda: there.copy_(here), here), _median_seconds(lambda: here.copy_(there), here)]
+    own = [seconds / num_bytes for seconds in own]
     out, back = map(max, zip(*gathered(own, control_group()), strict=True))
     return out, back
 
 
 def _seconds(num_bytes: int) -> float:
-    """The median seconds of an all-reduce of `num_bytes`; the first call is not counted."""
-    values, found = torch.zeros(num_bytes // 4, dtype=torch.float32, device=backend.device()), []
+    """The median seconds of an all-reduce of `num_bytes`."""
+    values = torch.zeros(num_bytes // 4, dtype=torch.float32, device=backend.device())
+    return _median_seconds(lambda: dist.all_reduce(values), values)
+
+
+def _median_seconds(call: Callable[[], object], on_device: torch.Tensor) -> float:
+    """The median seconds of calls that all ranks begin together; the first one is not counted."""
+    found = []
     for _ in range(1 + _REPEATS):
         dist.barrier()
         begin = time.perf_counter()
-        dist.all_reduce(values)
-        values[0].item()  # waits until a device has finished
+        call()
+        on_device[0].item()  # waits until a device has finished
         found.append(time.perf_counter() - begin)
     return statistics.median(found[1:])

@@ -37,21 +37,13 @@ class _Samples(Protocol):
     def __getitem__(self, index: int) -> dict: ...
 
 
-class EpochSamples(torch.utils.data.Dataset):
-    """The samples at the positions of a training run.
+class _RepeatedSamples(torch.utils.data.Dataset):
+    """`length` positions, each with one of the samples."""
 
-    Args:
-        samples: the samples of one epoch.
-        seed: the seed of the run.
-        length: the number of positions in the run.
-    """
-
+    samples: _Samples
+    length: int
     samples_repeat = True
     """Whether a sample id means the same sample in every epoch and in every run on the same data."""
-
-    def __init__(self, samples: _Samples, *, seed: int, length: int) -> None:
-        self.samples, self.seed, self.length = samples, seed, length
-        self._epoch, self._order = -1, numpy.empty(0, dtype=numpy.int64)
 
     @property
     def digest(self) -> str:
@@ -60,6 +52,20 @@ class EpochSamples(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return self.length
+
+
+class EpochSamples(_RepeatedSamples):
+    """The samples at the positions of a training run.
+
+    Args:
+        samples: the samples of one epoch.
+        seed: the seed of the run.
+        length: the number of positions in the run.
+    """
+
+    def __init__(self, samples: _Samples, *, seed: int, length: int) -> None:
+        self.samples, self.seed, self.length = samples, seed, length
+        self._epoch, self._order = -1, numpy.empty(0, dtype=numpy.int64)
 
     def sample_id(self, index: int) -> int:
         """The number of the sample at a position, from 0 to the number of samples in an epoch minus 1."""
@@ -73,7 +79,7 @@ class EpochSamples(torch.utils.data.Dataset):
         return {**self.samples[number], "counts": 1.0, "sample_id": number}
 
 
-class EvaluationSamples(torch.utils.data.Dataset):
+class EvaluationSamples(_RepeatedSamples):
     """All samples once, in order, and then filler samples with weight 0 up to a whole number of batches.
 
     Args:
@@ -82,20 +88,11 @@ class EvaluationSamples(torch.utils.data.Dataset):
         per_evaluation: samples in an evaluation, a multiple of `batch_size`.
     """
 
-    samples_repeat = True
-
     def __init__(self, samples: _Samples, *, batch_size: int, per_evaluation: int) -> None:
         self.samples = samples
         self.length = max(per_evaluation, -(-len(samples) // batch_size) * batch_size)
         self.starts_over = self.length == per_evaluation
         """Whether every evaluation begins with the first sample."""
-
-    @property
-    def digest(self) -> str:
-        return self.samples.digest
-
-    def __len__(self) -> int:
-        return self.length
 
     def sample_id(self, index: int) -> int:
         """The number of the sample at a position; a filler repeats an earlier sample."""

@@ -45,8 +45,8 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())
     if reason := _without_program(args, size):
         return LossCosts((), (f"a lost rank ends this job: {reason}",))
-    num_batches = 1 if schedule.weights.drains else 6
-    work = 2 * schedule.num_stages * schedule.num_ranks * size * args.data_parallel_size * num_batches
+    num_microbatches = args.data_parallel_size * sum(schedule.weights.full_batches(size, 6))
+    work = 2 * schedule.num_stages * schedule.num_ranks * num_microbatches
     if work > _MOST:
         line = (
             f"a lost rank: the search for its programs takes minutes for {args.data_parallel_size} replicas of {size} "

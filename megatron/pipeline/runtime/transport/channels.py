@@ -344,12 +344,7 @@ class Channels:
     def abandon(self, timeout: float) -> None:
         """Stop the threads and end the groups after the connections were broken, without waiting for other ranks."""
         self._posted.clear()
-        for link, _ in self._links.values():
-            link.close(timeout)
-        self._links.clear()
-        if self.move_link is not None:
-            self.move_link.close()
-            self.move_link = None
+        self._close_links(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends, at most `timeout` seconds per link. Stop the threads and end the groups.
@@ -359,6 +354,9 @@ class Channels:
         self._streams.finish(self._streams.record())
         if self._ahead:
             meets(self._store, self._end, len(self._ranks), timeout)  # a rank that leaves a group may fail its peer
+        self._close_links(timeout)
+
+    def _close_links(self, timeout: float) -> None:
         for link, _ in self._links.values():
             link.close(timeout)
         self._links.clear()
