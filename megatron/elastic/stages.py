@@ -104,7 +104,7 @@ def _check(work: Sequence[float], num_ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageLayers:
     """The number of layers and the rank of each stage.
 
     Attributes:
@@ -122,7 +122,7 @@ class Stages:
         return len(self.layers)
 
 
-def cut_at_frozen(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
+def cut_at_frozen(layers_of_rank: Sequence[int], num_frozen: int) -> StageLayers:
     """The stages of ranks with `layers_of_rank` layers each, of which the first `num_frozen` layers are frozen.
 
     Raises:
@@ -144,7 +144,7 @@ def cut_at_frozen(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
                 layers.append(last - first)
                 ranks.append(rank)
                 frozen += last <= num_frozen
-    return Stages(tuple(layers), tuple(ranks), frozen)
+    return StageLayers(tuple(layers), tuple(ranks), frozen)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Arrangement:
     pipelines_in_a_row: bool = False
 
     @property
-    def stages(self) -> Stages:
+    def stages(self) -> StageLayers:
         return cut_at_frozen(self.layers_of_rank, self.num_frozen)
 
     @property

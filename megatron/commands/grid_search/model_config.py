@@ -35,7 +35,7 @@ _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_fast", "gelu_pytorc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ConfigRules:
     """The rules by which the `config.json` of a family of models is read.
 
     Attributes:
@@ -59,20 +59,20 @@ class Family:
     architecture: str = "gpt"
 
 
-_LLAMA = Family(
+_LLAMA = ConfigRules(
     needs=_LAYERS | _WIDE, flags=_RMS_GATED,
     may_have=_ROTARY | {"num_key_value_heads": "--num-query-groups", "head_dim": "--kv-channels",
                         "rms_norm_eps": "--norm-epsilon"},
 )  # fmt: skip
 
 
-def _like_llama(*flags: str, needs: Mapping[str, str] = {}, may_have: Mapping[str, str] = {}) -> Family:
-    return Family(
+def _like_llama(*flags: str, needs: Mapping[str, str] = {}, may_have: Mapping[str, str] = {}) -> ConfigRules:
+    return ConfigRules(
         needs={**_LLAMA.needs, **needs}, may_have={**_LLAMA.may_have, **may_have}, flags=(*_RMS_GATED, *flags)
     )
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ConfigRules] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _like_llama("--add-qkv-bias"),
@@ -80,14 +80,14 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _like_llama(needs={"num_local_experts": "--num-experts", "num_experts_per_tok": "--moe-router-topk"}),
     "qwen2_moe": _like_llama("--add-qkv-bias", needs=_OF_EXPERTS | _SHARED_EXPERT),
     "qwen3_moe": _like_llama("--qk-layernorm", needs=_OF_EXPERTS, may_have=_SHARED_EXPERT),
-    "gpt2": Family(
+    "gpt2": ConfigRules(
         needs={"n_layer": "--num-layers", "n_embd": "--hidden-size", "n_head": "--num-attention-heads",
                "vocab_size": "--vocab-size", "n_positions": "--max-position-embeddings"},
         may_have={"n_inner": "--ffn-hidden-size", "resid_pdrop": "--hidden-dropout",
                   "attn_pdrop": "--attention-dropout", "layer_norm_epsilon": "--norm-epsilon"},
         activations=_GELU, ties=True,
     ),
-    "gpt_neo": Family(
+    "gpt_neo": ConfigRules(
         needs={"num_layers": "--num-layers", "hidden_size": "--hidden-size", "num_heads": "--num-attention-heads",
                "vocab_size": "--vocab-size", "max_position_embeddings": "--max-position-embeddings"},
         may_have=_WIDE | {"resid_dropout": "--hidden-dropout", "attention_dropout": "--attention-dropout",
@@ -95,7 +95,7 @@ FAMILIES: dict[str, Family] = {
         activations=_GELU, ties=True,
         remarks={"attention_types": "attention to a window is priced, and trained, as attention to all tokens before"},
     ),
-    "gpt_neox": Family(
+    "gpt_neox": ConfigRules(
         needs=_LAYERS | _WIDE,
         may_have={"rotary_pct": "--rotary-percent", "rotary_emb_base": "--rotary-base", **_ROTARY,
                   "hidden_dropout": "--hidden-dropout", "attention_dropout": "--attention-dropout",
@@ -104,7 +104,7 @@ FAMILIES: dict[str, Family] = {
         remarks={"use_parallel_residual": "attention and feed-forward layer are priced, and trained, one behind the "
                                           "other"},
     ),
-    "bert": Family(
+    "bert": ConfigRules(
         needs=_LAYERS | _WIDE | {"max_position_embeddings": "--max-position-embeddings"},
         may_have={"hidden_dropout_prob": "--hidden-dropout", "attention_probs_dropout_prob": "--attention-dropout",
                   "layer_norm_eps": "--norm-epsilon"},

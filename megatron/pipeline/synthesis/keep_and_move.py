@@ -17,7 +17,7 @@ from itertools import product
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.synthesis.improve import accepts, changed_words
 from megatron.pipeline.synthesis.moved import FEW_MOVES, SWEEPS, WORSE
-from megatron.pipeline.synthesis.moved_rows import Ahead, Moved, Mover, word_of
+from megatron.pipeline.synthesis.moved_rows import Ahead, MovedProgram, Mover, word_of
 from megatron.pipeline.synthesis.moves import relaxed
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.search import CHANGES, Synthesis, goes_on, part_of_round, with_moves
@@ -36,7 +36,7 @@ class _Either:
     """A choice of kept microbatches (`mover.problem`), and a program for it."""
 
     mover: Mover
-    made: Moved
+    made: MovedProgram
 
     @property
     def cost(self) -> tuple[float, int]:

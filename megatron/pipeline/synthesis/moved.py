@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from megatron.pipeline.synthesis.improve import accepts, changed_words
-from megatron.pipeline.synthesis.moved_rows import Ahead, Moved, Mover
+from megatron.pipeline.synthesis.moved_rows import Ahead, MovedProgram, Mover
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
@@ -24,7 +24,7 @@ FEW_MOVES = 5, 20, 60
 WORSE = 0.05  # the temperature of changes, in the work of a rank for one microbatch
 
 
-def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> list[Moved]:
+def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> list[MovedProgram]:
     """Return the fastest programs within the limits that the pass makes of words.
 
     Args:
@@ -45,8 +45,8 @@ def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> l
 
 
 def _with(
-    kept: list[Moved], mover: Mover, words: Words, name: str, aheads: Iterable[Ahead], until: float
-) -> list[Moved]:
+    kept: list[MovedProgram], mover: Mover, words: Words, name: str, aheads: Iterable[Ahead], until: float
+) -> list[MovedProgram]:
     """Return the fastest programs among `kept` and those that the pass makes of further words."""
     for ahead in aheads:
         if time.monotonic() < until and (made := mover.moved(words, ahead, name)) is not None:
@@ -54,17 +54,22 @@ def _with(
     return kept
 
 
-def _best(found: Iterable[Moved]) -> list[Moved]:
+def _best(found: Iterable[MovedProgram]) -> list[MovedProgram]:
     """Return the fastest programs, of which no two take equally long."""
-    kept: dict[float, Moved] = {}
+    kept: dict[float, MovedProgram] = {}
     for each in sorted(found, key=lambda each: each.cost):
         kept.setdefault(each.cost[0], each)
     return list(kept.values())[:_KEPT]
 
 
 def changed(
-    mover: Mover, relaxed: Sequence[Problem], kept: list[Moved], bound: float, more: Callable[[int], bool], seed: int
-) -> list[Moved]:
+    mover: Mover,
+    relaxed: Sequence[Problem],
+    kept: list[MovedProgram],
+    bound: float,
+    more: Callable[[int], bool],
+    seed: int,
+) -> list[MovedProgram]:
     """Change programs with moves at random, and return the fastest of all, old and new.
 
     Args:

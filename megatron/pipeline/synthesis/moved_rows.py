@@ -52,7 +52,7 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedProgram:
     """Words with moves in their rows.
 
     Attributes:
@@ -94,7 +94,7 @@ class Mover:
             other._held = {}  # the size of accepted activations depends on the choice at the other rank's stage
         return other
 
-    def moved(self, words: Words, ahead: Ahead, name: str) -> Moved | None:
+    def moved(self, words: Words, ahead: Ahead, name: str) -> MovedProgram | None:
         """Return words with moves; None where no moves keep the limits."""
         problem, rows = self.problem, []
         plain = problem.program(words)
@@ -116,7 +116,7 @@ class Mover:
             if self._held[row] > problem.limit_of(rank) * (1 + ROUNDING):
                 return None
         program = plain.with_rows(tuple(rows))
-        return Moved(self.way, words, program, simulate(program, problem.costs).makespan, ahead, name)
+        return MovedProgram(self.way, words, program, simulate(program, problem.costs).makespan, ahead, name)
 
     def _row(self, rank: int, row: Row, word: Sequence[int], ahead: Ahead) -> Row | None:
         most = self.problem.limit_of(rank) * (1 + ROUNDING)

@@ -15,7 +15,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.improve import Climb, shaken
 from megatron.pipeline.synthesis.moved import changed, fastest
-from megatron.pipeline.synthesis.moved_rows import Moved, Mover, most_held
+from megatron.pipeline.synthesis.moved_rows import MovedProgram, Mover, most_held
 from megatron.pipeline.synthesis.moves import Way, moved_microbatches, relaxed, ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_with_moves
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words, csv_of
@@ -235,7 +235,7 @@ def goes_on(until: float, attempts: float, number: int) -> bool:
     return number < attempts and time.monotonic() < until
 
 
-def with_moves(found: Synthesis, moved: Moved) -> Synthesis:
+def with_moves(found: Synthesis, moved: MovedProgram) -> Synthesis:
     """Return the complete and proved program with moves, with its receives where the program is fastest."""
     problem = found.problem
     made = (_timed(problem, moved.program, ahead) for ahead in problem.receives_ahead)

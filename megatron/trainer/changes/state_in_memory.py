@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group, gathered
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.changes.exchange import Exchange, Piece, dtype_name, pieces_of, share_memory
+from megatron.trainer.changes.state_exchange import Piece, StateExchange, dtype_name, pieces_of, share_memory
 from megatron.trainer.changes.transfer_plan import TensorPart, plan_moves
 from megatron.trainer.checkpoint.boxes import Box, Shape
 from megatron.trainer.checkpoint.checkpoint import Restoration, RunParts, run_state
@@ -262,7 +262,7 @@ class MemoryStore:
             Piece(part.key, part.box, received[key], part.box.stop)
             for key, part in zip(sorted(objects), parts[rank][len(pieces) :], strict=True)
         ]
-        exchange = Exchange(self._pieces, targets, group=control_group(), piece_bytes=self._piece_bytes)
+        exchange = StateExchange(self._pieces, targets, group=control_group(), piece_bytes=self._piece_bytes)
         exchange.run(plan.moves)
         agree("; ".join(exchange.problems) or None)
         self.moved = Moved(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron import backend
 from megatron.backend.streams import streams_of
-from megatron.elastic.stages import Stages
+from megatron.elastic.stages import StageLayers
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -117,7 +117,7 @@ class LayerTimes:
         parts = self._parts(range(num_layers), num_layers)
         self.forward, self.backward = list(parts), [2 * each for each in parts]
 
-    def note(self, stages: Stages, seconds: Seconds, *, cached: bool = False) -> None:
+    def note(self, stages: StageLayers, seconds: Seconds, *, cached: bool = False) -> None:
         """Record the measured times of stages. `cached`: frozen stages have read their output from the cache."""
         num_layers = len(self.forward)
         ends = list(accumulate(stages.layers, initial=0))

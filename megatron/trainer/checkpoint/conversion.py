@@ -49,9 +49,9 @@ from megatron.trainer.checkpoint.state import FORMAT_VERSION, sharding_metadata
 from megatron.trainer.checkpoint.tensor_table import (
     FURTHER_LAYERS,
     LAYERS,
+    ModelTensor,
     RowRange,
     Source,
-    Tensor,
     canonical,
     sources_of,
 )
@@ -138,7 +138,7 @@ class RankFilesWeights:
                             parts.append(value)
                 before += layers
 
-    def require(self, tensors: Iterator[Tensor]) -> None:
+    def require(self, tensors: Iterator[ModelTensor]) -> None:
         """Raise CheckpointError if the checkpoint lacks a tensor of the model, or has it in another shape."""
         for tensor in tensors:
             parts = self._parts.get((tensor.key, tensor.index), ())
@@ -150,7 +150,7 @@ class RankFilesWeights:
                     f"{self._size} tensor ranks, and its arguments say {tensor.shape}"
                 )
 
-    def _places(self, tensor: Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    def _places(self, tensor: ModelTensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the box and the data of each part of a tensor.
 
         A rank's part of a gated layer has rows of both halves.
@@ -171,10 +171,10 @@ class RankFilesWeights:
                 first = half * (tensor.shape[0] // halves) + rank * rows
                 yield Box.at((first, 0)[: len(local)], (rows, *local[1:])), part[half * rows : (half + 1) * rows]
 
-    def dtype(self, tensor: Tensor) -> torch.dtype:
+    def dtype(self, tensor: ModelTensor) -> torch.dtype:
         return self._parts[tensor.key, tensor.index][0].dtype
 
-    def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+    def read(self, tensor: ModelTensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         box = box_of(tensor, rows, columns)
         found = torch.empty(box.shape, dtype=self.dtype(tensor))
         for its, part in self._places(tensor):
@@ -211,7 +211,7 @@ class CheckpointWeights:
     Raises CheckpointError if a file is missing, damaged or truncated, or if the checkpoint lacks a tensor of the model.
     """
 
-    def __init__(self, location: CheckpointLocation, tensors: Iterator[Tensor]) -> None:
+    def __init__(self, location: CheckpointLocation, tensors: Iterator[ModelTensor]) -> None:
         self._path = location.path
         files = read_manifest(location.path)
         problems = [] if files is None else find_damage(location.path, files, sorted(files))
@@ -232,7 +232,7 @@ class CheckpointWeights:
                     f"checkpoint {self._path} holds {key} of shape {there}, and its arguments say {expected}"
                 )
 
-    def _place(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    def _place(self, tensor: ModelTensor) -> tuple[str, tuple[int, ...]]:
         """The key of a tensor, and its index in this key's stack."""
         if (key := self._key_of.get((tensor.key, ()))) is not None:
             return key, tensor.index
@@ -241,10 +241,10 @@ class CheckpointWeights:
             raise CheckpointError(f"checkpoint {self._path} does not hold {tensor.key}, which its arguments ask for")
         return key, tensor.index[1:]
 
-    def dtype(self, tensor: Tensor) -> torch.dtype:
+    def dtype(self, tensor: ModelTensor) -> torch.dtype:
         return self._index.state_dict_metadata[self._place(tensor)[0]].properties.dtype
 
-    def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+    def read(self, tensor: ModelTensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         key, axes = self._place(tensor)
         box = box_of(tensor, rows, columns)
         whole = Box.at((*axes, *box.start), (*(1 for _ in axes), *box.shape))
@@ -276,7 +276,7 @@ class CheckpointWeights:
 # --- the results ------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(root: Path, weights: Weights, tensors: list[Tensor], *, args: TrainConfig) -> Path:
+def write_checkpoint(root: Path, weights: Weights, tensors: list[ModelTensor], *, args: TrainConfig) -> Path:
     """Write a torch_dist checkpoint without a training position ("release"); it appears completely or not at all.
 
     Args:
@@ -308,7 +308,7 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[Tensor], *, arg
         raise
 
 
-def _as_written(tensor: Tensor, apart: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _as_written(tensor: ModelTensor, apart: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The key of a tensor in a checkpoint, its index in this key's stack, and the size of the stack.
 
     `apart`: layers differ, so each has its own keys, as layers of multi-token prediction always have.
@@ -320,7 +320,7 @@ def _as_written(tensor: Tensor, apart: bool) -> tuple[str, tuple[int, ...], tupl
     return tensor.key, tensor.index, tensor.stack
 
 
-def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor], *, apart: bool) -> Metadata:
+def _write_tensors(folder: Path, weights: Weights, tensors: list[ModelTensor], *, apart: bool) -> Metadata:
     """Write all tensors into files of `folder`. Returns the index."""
     entries: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -358,7 +358,7 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor], *, apa
     return Metadata(state_dict_metadata=entries, storage_data=places)
 
 
-def write_hugging_face(folder: Path, weights: Weights, tensors: list[Tensor], *, largest_file: int) -> None:
+def write_hugging_face(folder: Path, weights: Weights, tensors: list[ModelTensor], *, largest_file: int) -> None:
     """Write a model's tensors into a folder of safetensors files, with transformers' names.
 
     `largest_file`: bytes of a file; a larger tensor has its own file.

@@ -22,7 +22,7 @@ from megatron.trainer.checkpoint.checkpoint import Restoration, RunParts
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
 from megatron.trainer.checkpoint.tensor_rows import REPEATED, tensors_of
-from megatron.trainer.checkpoint.tensor_table import RowRange, Tensor, canonical, sources_of
+from megatron.trainer.checkpoint.tensor_table import ModelTensor, RowRange, canonical, sources_of
 from megatron.trainer.files.safetensors_files import BUFFERS, WeightsFolder
 
 BLOCK = 32 * 2**20
@@ -32,14 +32,14 @@ BLOCK = 32 * 2**20
 class Weights(Protocol):
     """A model's tensors as a checkpoint has them, from any source."""
 
-    def dtype(self, tensor: Tensor) -> torch.dtype: ...
+    def dtype(self, tensor: ModelTensor) -> torch.dtype: ...
 
-    def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+    def read(self, tensor: ModelTensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         """Read a part of a tensor to the CPU: rows `[first, last)` and, for a matrix, columns `[first, last)`."""
 
 
 def blocks(
-    tensor: Tensor, itemsize: int, *, by_columns: bool = False
+    tensor: ModelTensor, itemsize: int, *, by_columns: bool = False
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
     """Yield (rows, columns) of consecutive parts that make up a tensor, each of at most `BLOCK` bytes or one row."""
     rows = tensor.shape[0]
@@ -54,7 +54,7 @@ def blocks(
             yield part, None if columns is None else (0, columns)
 
 
-def box_of(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Box:
+def box_of(tensor: ModelTensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Box:
     """The box of a part of a tensor, from its rows and columns."""
     spans = (rows,) if len(tensor.shape) == 1 else (rows, columns or (0, tensor.shape[1]))
     return Box(*zip(*spans, strict=True))
@@ -109,7 +109,7 @@ class HuggingFaceWeights:
             if source.copy_of is not None and name in self._name_of:
                 self._require_same(name, source.places[0][0], "the layers of multi-token prediction share it here")
 
-    def _require_same(self, name: str, tensor: Tensor, remedy: str) -> None:
+    def _require_same(self, name: str, tensor: ModelTensor, remedy: str) -> None:
         own = self._name_of[tensor.pieces[0].name]
         same = self.files.tensors[name].shape == self.files.tensors[own].shape
         for (first, last), _ in blocks(tensor, self.dtype(tensor).itemsize) if same else ():
@@ -122,12 +122,12 @@ class HuggingFaceWeights:
                 f"{self.files.folder} has another {name} than {own}, and by its config.json they are one; {remedy}"
             )
 
-    def find(self, key: str, index: tuple[int, ...]) -> Tensor | None:
+    def find(self, key: str, index: tuple[int, ...]) -> ModelTensor | None:
         """The tensor with a checkpoint's key at an index in its stack of layers and experts; None if there is none."""
         own, number = canonical(key)
         return self.tensors.get((own, (*number, *index)))
 
-    def dtype(self, tensor: Tensor) -> torch.dtype:
+    def dtype(self, tensor: ModelTensor) -> torch.dtype:
         found = {self.files.tensors[self._name_of[piece.name]].dtype for piece in tensor.pieces}
         if len(found) > 1:
             names = ", ".join(dict.fromkeys(piece.name for piece in tensor.pieces))
@@ -136,7 +136,7 @@ class HuggingFaceWeights:
             )
         return found.pop()
 
-    def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+    def read(self, tensor: ModelTensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         (first, last), width = rows, () if columns is None else (columns[1] - columns[0],)
         found = torch.zeros((last - first, *width), dtype=self.dtype(tensor))
         for piece in tensor.pieces:
@@ -153,7 +153,7 @@ class HuggingFaceWeights:
             found[start - first : stop - first] = data
         return found
 
-    def _rows(self, tensor: Tensor, piece: RowRange, first: int, last: int) -> torch.Tensor:
+    def _rows(self, tensor: ModelTensor, piece: RowRange, first: int, last: int) -> torch.Tensor:
         """Rows of a tensor in the files, or of one expert's part of it.
 
         The rows of a transposed tensor are needed again for each of its pieces, so they are kept until others are read.

@@ -12,7 +12,7 @@ from megatron.trainer.checkpoint.tensor_table import (
     INNER,
     LAYERS,
     Layout,
-    Tensor,
+    ModelTensor,
     copied,
     gated,
     gated_in_turn,
@@ -315,7 +315,7 @@ REPEATED = {
 """Tensors in some files that repeat another tensor -> the key of that tensor in our checkpoints."""
 
 
-def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
+def tensors_of(model_type: str, args: TrainConfig) -> Iterator[ModelTensor]:
     """Yield all tensors of a model, layer by layer.
 
     `args`: completed, with `padded_vocab_size`, and with `vocab_size` as in the files.
@@ -347,7 +347,7 @@ def _num_layers(row: Row, args: TrainConfig) -> int:
     return args.encoder_num_layers if row.key.startswith("encoder.") else args.decoder_num_layers
 
 
-def _tensor(row: Row, args: TrainConfig, layer: int | None = None, expert: int | None = None) -> Tensor:
+def _tensor(row: Row, args: TrainConfig, layer: int | None = None, expert: int | None = None) -> ModelTensor:
     places = {"layer": layer, "before": (layer or 0) - 1, "last": args.num_layers - 1, "expert": expert}
     names = tuple(name.format(**places) for name in (row.first if layer == 0 and row.first else row.names))
     shape, pieces = row.layout(args, names)
@@ -361,4 +361,4 @@ def _tensor(row: Row, args: TrainConfig, layer: int | None = None, expert: int |
     copies = tuple(
         copy.format(layer=number) for copy in row.copies for number in range(args.num_layers, args.num_layers + further)
     )
-    return Tensor(key, index, stack, shape, tuple(pieces), row.transposed, row.stacked, copies)
+    return ModelTensor(key, index, stack, shape, tuple(pieces), row.transposed, row.stacked, copies)

@@ -40,7 +40,7 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ModelTensor:
     """A tensor of a model, as a checkpoint holds it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Source:
     """
 
     shape: tuple[int, ...]
-    places: tuple[tuple[Tensor, tuple[RowRange, ...]], ...]
+    places: tuple[tuple[ModelTensor, tuple[RowRange, ...]], ...]
     copy_of: str | None = None
 
 
@@ -192,12 +192,12 @@ def canonical(key: str) -> tuple[str, tuple[int, ...]]:
     return stack + inner + rest, number
 
 
-def sources_of(tensors: Iterator[Tensor]) -> dict[str, Source]:
+def sources_of(tensors: Iterator[ModelTensor]) -> dict[str, Source]:
     """The tensors in the files, in the order in which our tensors need them.
 
     A copy follows the tensor that it repeats.
     """
-    places: dict[str, dict[tuple, tuple[Tensor, list[RowRange]]]] = {}
+    places: dict[str, dict[tuple, tuple[ModelTensor, list[RowRange]]]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:
             its = places.setdefault(piece.name, {})

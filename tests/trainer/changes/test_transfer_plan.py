@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.trainer.changes import transfer_plan as planning
-from megatron.trainer.changes.exchange import pieces_of, share_memory, within
+from megatron.trainer.changes.state_exchange import pieces_of, share_memory, within
 from megatron.trainer.changes.transfer_plan import (
     ALIGNMENT,
     TensorPart,

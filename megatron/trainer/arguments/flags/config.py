@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from typing import Any
 
-from megatron.elastic.stages import Arrangement, Stages
+from megatron.elastic.stages import Arrangement, StageLayers
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
@@ -79,7 +79,7 @@ class Derived:
     changes: bool
     arrangement: Arrangement | None
     first_arrangement: Arrangement | None = None
-    frozen_stages: Stages | None
+    frozen_stages: StageLayers | None
     recorded_changes: dict[str, Any] | None = None
     has_split: tuple[bool, ...] = ()
     data_digest: str | None = None

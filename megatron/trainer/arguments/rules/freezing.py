@@ -7,7 +7,7 @@ from contextlib import suppress
 from megatron.documents import counted
 from megatron.elastic.freezing import RULES as FREEZE_RULES
 from megatron.elastic.freezing import FreezeRule, FreezeSettings
-from megatron.elastic.stages import Stages, cut_at_frozen
+from megatron.elastic.stages import StageLayers, cut_at_frozen
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import Arguments, name_of
@@ -216,7 +216,7 @@ def _lists_by_hand(args: Arguments) -> None:
                 )
 
 
-def _all_borders(num_ranks: int) -> Iterator[Stages]:
+def _all_borders(num_ranks: int) -> Iterator[StageLayers]:
     """The stages of a pipeline for every possible number of frozen layers, if each rank has two layers."""
     for num_frozen in range(1, 2 * num_ranks):
         yield cut_at_frozen((2,) * num_ranks, num_frozen)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron.documents import counted
-from megatron.elastic.stages import Stages
+from megatron.elastic.stages import StageLayers
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import OtherRun, ProgramSchedule, Schedule, TooManyRead, read_schedule
@@ -321,7 +321,7 @@ def _schedule_of_flags(args: Arguments) -> Schedule | ProgramSchedule:
     )
 
 
-def behind_frozen(args: Arguments, stages: Stages) -> Schedule:
+def behind_frozen(args: Arguments, stages: StageLayers) -> Schedule:
     """The schedule of `args` if some of the `stages` are frozen."""
     return Schedule.preset(
         args.pipeline_schedule,

@@ -108,7 +108,7 @@ def _empty_bytes(num_bytes: int) -> Tensor:
 _CHECKSUM_BYTES = 4
 
 
-class Exchange:
+class StateExchange:
     """The execution of a plan of moves on one rank.
 
     Args:
