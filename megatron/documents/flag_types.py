@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST_TOKENS = 1e18  # over 10,000 times the longest trainings; costs of far larger numbers are infinite
 
 
@@ -114,8 +115,7 @@ def times(text: str) -> float | tuple[float, ...]:
 
 def tokens(text: str) -> float:
     """A type for argparse: a number of at least 1, such as "300B", "1.5T" or "300e9"."""
-    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    unit = units.get(text[-1:].upper(), 1.0)
+    unit = UNITS.get(text[-1:].upper(), 1)
     value = _finite(text, lambda value: value >= 1, "no number of tokens; write 300B, 1.5T or 300e9", unit=unit)
     if value > _MOST_TOKENS:
         raise argparse.ArgumentTypeError(f"{text!r} is more than any training has; give {_MOST_TOKENS:g} or less")

@@ -74,11 +74,10 @@ def numbered(
 def require_copyable(schedule: PipelineSchedule) -> None:
     """Raise ValueError unless stages that are copies can have the weights of the schedule."""
     weights = schedule.weights
-    if weights.updates_alone or weights.predicts:
-        reads = "predict from gradients of a part of a batch" if weights.predicts else "let each stage step by itself"
+    if weights.irregularity:
         raise ValueError(
-            f"weights {weights.name} {reads}, and copies of a stage share a batch and step together; run copies under "
-            "flush or 2bw"
+            f"weights {weights.name} {weights.irregularity}, and copies of a stage share a batch and step together; "
+            "run copies under flush or 2bw"
         )
     if schedule.residency is not None:
         raise ValueError("the schedule has copies of stages and its weights on the host; keep these on the device")

@@ -355,6 +355,11 @@ class Configuration:
         return Hosting(stages=self.resident_stages, stash=self.stash, num_microbatches=self.num_microbatches)
 
     @property
+    def gathers_in_step(self) -> bool:
+        """Whether replicas gather their shares of new weights in STEP; predicted weights they gather in PREDICT."""
+        return self.distributed_optimizer and not self.predicts
+
+    @property
     def predicts(self) -> bool:
         """Whether batches are computed at predicted weights."""
         return self.provisional != "off"

@@ -374,10 +374,9 @@ def _defaults_of_core(software: Software, configuration: Configuration, gpu: str
     """The priced defaults of Megatron-Core that the entry does not give, in words."""
     shares = configuration.sharding is None and configuration.replicas > 1 and not configuration.is_hosted
     overlaps = shares and PRESETS[configuration.schedule].policy.drains
-    gathers = configuration.distributed_optimizer and not configuration.predicts
     if overlaps and software.overlaps_gradients and "overlaps_gradients" not in said:
         yield "reductions over replicas beside the last backward, as Megatron-Core's runs"
-    if overlaps and gathers and software.overlaps_weights and "overlaps_weights" not in said:
+    if overlaps and configuration.gathers_in_step and software.overlaps_weights and "overlaps_weights" not in said:
         yield "gathers over replicas beside the first forward, as Megatron-Core's runs"
     if software.flash_attention and "flash_attention" not in said:
         yield f"flash attention, as Megatron-Core has on {gpu}"

@@ -321,8 +321,8 @@ class FirstPrinciples:
             step.append(moved / self._rates.memory + orthogonal[stage])
             # A ring sends a buffer once to sum it and once to spread it. A distributed optimizer spreads weights
             # instead, in STEP or, if weights are predicted, in PREDICT. Owners of whole parameters do so besides.
-            gathers = state.distributed_optimizer and not configuration.predicts
-            gather.append(once * state.gathered(count, matrices[stage]) / count if gathers and count else 0.0)
+            gathered = state.gathered(count, matrices[stage]) if configuration.gathers_in_step else 0.0
+            gather.append(once * gathered / count if count else 0.0)
             scatters = state.distributed_optimizer and not state.owns_parameters
             reduce.append(once * state.gradient_bytes * (1 if scatters else 2))
             buckets.append(num_buckets(count, configuration.replicas))

@@ -236,7 +236,7 @@ class ProfiledCosts:
         """
         replicas = configuration.data if configuration.distributed_optimizer else 1
         seconds = self._part_of_update(configuration, layers, stage, working, lambda found: found.seconds(replicas))
-        return seconds if configuration.predicts else seconds + self._gather(configuration, layers, stage)
+        return seconds + self._gather(configuration, layers, stage) if configuration.gathers_in_step else seconds
 
     def _gather(self, configuration: Configuration, layers: Sequence[int], stage: int) -> float:
         if not configuration.distributed_optimizer or configuration.data == 1:

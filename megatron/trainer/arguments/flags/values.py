@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.documents.flag_types import UNITS
 from megatron.pipeline.program.edges import stages_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(
     r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:E[+-]?[0-9]{1,2})?)(?P<unit>[KMBT]?)", re.IGNORECASE | re.ASCII
 )
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, int], ...]:
@@ -58,7 +58,7 @@ def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, in
 def _number(text: str) -> int | None:
     """A number as Megatron-LM reads it (1.5K, 2.4B, 2.4e9, .5B), rounded down; None for other text."""
     match = _NUMBER.fullmatch(text)
-    return match and int(float(match["number"]) * _UNITS[match["unit"].upper()])
+    return match and int(float(match["number"]) * UNITS[match["unit"].upper()])
 
 
 @dataclass(frozen=True, kw_only=True)

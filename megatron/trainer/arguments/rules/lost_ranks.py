@@ -25,8 +25,7 @@ _REFUSED: tuple[_Row, ...] = (
      "--redundant-optimizer and another --optimizer than adam",
      "would need copies of whole parameters, and only Adam's shards are copied"),
     (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
-    (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone
-     or args.pipeline_2bw_provisional != "off",
+    (lambda args: choice_of(args).policy.irregularity or args.pipeline_2bw_provisional != "off",
      "predicted or stashed weights", "needs weights that follow from whole batches"),
     (lambda args: args.pipeline_2bw_single_gradient_buffer, "--2bw-single-gradient-buffer",
      "steps before it knows the sums that others may lack"),
