@@ -5,9 +5,10 @@ as positional arguments, or with the items of a dict as keyword arguments. Every
 of its source stages, in the order of the stages. A module returns a tensor, or a tuple or list of tensors. If several
 stages take its output, a module may return a dict from stage to output.
 
-Shapes are found by an additional run of the first microbatch: each stage in turn computes the microbatch without an
-autograd graph, and restores its buffers and the random state. So any module may be a stage, also a module whose shapes
-depend on values.
+Shapes are found by an additional run of the first microbatch: each stage in turn computes copies of the microbatch
+without an autograd graph, and restores its buffers and the random state. So any module may be a stage, also a module
+whose shapes depend on values. A module or a loss that writes to what it is given is then always given copies. Otherwise
+a recompute would read the changed values, and autograd would refuse to change received tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.pipeline.library.batches import MicrobatchData
 from megatron.pipeline.library.ranks import LossCounts, Ranks
@@ -43,6 +45,9 @@ class StageModule(nn.Module):
         targets: the stages that take the module's output; empty on the last stage, which computes the `loss`.
         with_gradients: the targets that send a gradient back.
         autocast: the dtype in which module and loss compute under ``torch.autocast``; None: no autocast.
+
+    Attributes:
+        is_given_copies: whether module and loss are called with copies, since one of them changes tensors in place.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class StageModule(nn.Module):
         self._with_gradients = frozenset(with_gradients)
         self._autocast, self._device = autocast, device
         self._modes: list[tuple[nn.Module, bool]] = []
+        self.is_given_copies = False
         self._has_sums: bool | None = None  # whether the loss returns (sum, count); None before its first call
 
     def forward(
@@ -73,6 +79,7 @@ class StageModule(nn.Module):
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for `inputs`, which are passed as positional or keyword arguments (see above)."""
+        inputs = _copies(inputs) if self.is_given_copies else inputs
         with self._precision():
             if isinstance(inputs, Mapping):
                 return self.module(**inputs)
@@ -83,6 +90,7 @@ class StageModule(nn.Module):
 
         Raises ValueError for any other value, or if microbatches return different kinds.
         """
+        targets = _copies(targets) if self.is_given_copies else targets
         with self._precision():
             loss = self._loss(output, targets)
         has_sum = isinstance(loss, (tuple, list)) and len(loss) == 2
@@ -290,13 +298,23 @@ def _run(
     random_state, was_training = RandomState.capture(device), module.training
     if evaluates:
         module.eval()
+    copies = {source: _copies(tensors) for source, tensors in inputs.items()}
+    copied = None if data is None else MicrobatchData(_copies(data.inputs), _copies(data.targets))
+    given = tree_leaves([list(copies.values()), None if copied is None else [copied.inputs, copied.targets]])
     try:
         with spare_buffers(module), torch.no_grad():
-            return module(data, inputs)
+            found = module(copied, copies)
+        # A tensor counts the operations that changed it in place.
+        module.is_given_copies |= any(each._version > 0 for each in given if isinstance(each, Tensor))
+        return found
     finally:
         if evaluates:
             module.train(was_training)
         random_state.restore(device)
+
+
+def _copies(values: Any) -> Any:
+    return tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, values)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

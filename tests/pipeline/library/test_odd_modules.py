@@ -1,0 +1,67 @@
+"""Modules and losses that users have and examples have not: what one process computes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from megatron.pipeline import Pipeline
+
+
+class Doubling(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.linear(given.mul_(2))
+
+
+def shifting(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Changes targets in place."""
+    return mse_loss(output, targets.add_(1))
+
+
+def make_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(2)
+    return [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)]
+
+
+def in_one_process(modules, loss=mse_loss) -> tuple[list[float], list[torch.Tensor]]:
+    model = nn.Sequential(*copy.deepcopy(modules))
+    optimizer, losses = make_optimizer([each for each in model.parameters() if each.requires_grad]), []
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for one, its in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            mean = loss(model(one), its) / 4
+            mean.backward()
+            losses[-1] += mean.item()
+        optimizer.step()
+    return losses, [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["flush", "gpipe"])
+@pytest.mark.parametrize("what", ["inputs", "received", "targets"])
+def test_what_is_changed_in_place_is_a_copy(what, schedule, recompute):
+    """Neither the run that finds the shapes nor a recompute changes the values twice, and the batch stays as it was."""
+    torch.manual_seed(1)
+    kinds = {"inputs": (Doubling, nn.Identity), "received": (nn.Identity, Doubling)}
+    modules = [nn.Sequential(each(), nn.Linear(8, 8)) for each in kinds.get(what, (nn.Identity, nn.Identity))]
+    loss = shifting if what == "targets" else mse_loss
+    losses, values = in_one_process(modules, loss)
+    pipeline = Pipeline(modules, schedule, 4, loss=loss, optimizer=make_optimizer, recompute=recompute)
+    given = batches()
+    assert [pipeline.step(batch).loss for batch in given] == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close([each.detach() for module in modules for each in module.parameters()], values)
+    torch.testing.assert_close(given, batches())
+    pipeline.close()
