@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from megatron.pipeline import Pipeline
+from tests import workers
 
 
 class Doubling(nn.Module):
@@ -65,3 +66,34 @@ def test_what_is_changed_in_place_is_a_copy(what, schedule, recompute):
     torch.testing.assert_close([each.detach() for module in modules for each in module.parameters()], values)
     torch.testing.assert_close(given, batches())
     pipeline.close()
+
+
+STAGES = {
+    "passes its input on": lambda: [nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8)],
+    "trains nothing": lambda: [nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 8)],
+}
+
+
+def under_bpipe(stages: str, recompute: bool):
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(1)
+    modules = STAGES[stages]()
+    expected, values = in_one_process(modules)
+    own = modules[rank]
+    pipeline = Pipeline(own, "bpipe", 4, loss=mse_loss, optimizer=make_optimizer, recompute=recompute)
+    losses = [pipeline.step(batch if pipeline.takes_batch else None).loss for batch in batches()]
+    pipeline.close()
+    first = sum(len(list(each.parameters())) for each in modules[:rank])
+    found = [each.detach() for each in own.parameters()]
+    return losses, expected, [torch.equal(*pair) for pair in zip(found, values[first:], strict=False)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("stages", STAGES)
+def test_activations_move_beside_a_stage_that(stages, recompute):
+    """What such a stage hands on is there after its input was dropped, and it need not have a gradient."""
+    for losses, expected, are_equal in workers.run(
+        3, "tests.pipeline.library.test_odd_modules:under_bpipe", stages=stages, recompute=recompute, timeout=30
+    ):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert all(are_equal)

@@ -197,9 +197,10 @@ class ModuleStage(CapturingStage, AnyModuleStage):
         if loss is not None:
             self._losses.add(microbatch.batch, loss)
             output, _ = sum_and_count(loss)
+        handed_on = self._handed_on(None if self._has_loss else output)  # before the input, which may be it, is emptied
         may_move = not (again and self._keeps)
         self._captured.seal(microbatch.index, input=input, output=output, may_move=may_move)
-        return self._handed_on(None if self._has_loss else output)
+        return handed_on
 
     def recompute(self, microbatch: Microbatch) -> None:
         saved = self.activations[microbatch.index]
@@ -210,12 +211,14 @@ class ModuleStage(CapturingStage, AnyModuleStage):
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         saved = self.activations.pop(microbatch.index)
-        if self._loss is None:
-            torch.autograd.backward((saved.root,), (output_grad,))
-        else:
+        if self._loss is not None:
             torch.autograd.backward(saved.root)
+        elif saved.root is not None:  # else the stage trains nothing, and no gradient leads further back
+            torch.autograd.backward((saved.root,), (output_grad,))
         self._captured.drop(microbatch.index)
-        return None if saved.input is None else saved.input.grad
+        if saved.input is None or saved.input.grad is not None:
+            return None if saved.input is None else saved.input.grad
+        return torch.zeros_like(saved.input) if saved.input.requires_grad else None
 
     def _run(self, microbatch: Microbatch, input: Tensor | None) -> tuple[Tensor | None, Loss | None]:
         output = self.module(self._source(microbatch) if self._source is not None else input)
@@ -223,7 +226,10 @@ class ModuleStage(CapturingStage, AnyModuleStage):
 
     def _run_saving(self, microbatch: Microbatch, saved: SavedActivations) -> tuple[Tensor | None, Loss | None]:
         output, loss = self._run(microbatch, saved.input)
-        saved.root = get_gradient_edge(output) if loss is None else share_of_loss(loss, microbatch)
+        if loss is not None:
+            saved.root = share_of_loss(loss, microbatch)
+        elif output.requires_grad:
+            saved.root = get_gradient_edge(output)
         return output, loss
 
     def _handed_on(self, outputs: Tensor | None) -> Tensor | None:
