@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.pipeline.library.arguments import require_duration, require_makers, require_steps
 from megatron.pipeline.library.batches import Announcement, Announcements, BatchData, MicrobatchFeed, split_batch
 from megatron.pipeline.library.building import Tie, build_stage, place, stage_module, trained
 from megatron.pipeline.library.ranks import Groups, LossCounts, close_at_exit, find_ranks, leave_at_exit
@@ -102,15 +103,17 @@ class Pipeline:
         timeout: timedelta = timedelta(minutes=10),
         traced_batches: int = 4,
     ) -> None:
+        self._timeout = require_duration(timeout)
         self._ranks = find_ranks(group, data_parallel_group, replicas)
         self._groups = Groups(self._ranks, timeout)
-        self._timeout = timeout
         self._agreement = Agreement(self._ranks.job, self._groups.job, is_one_pipeline=len(self._ranks.pipelines) == 1)
         placed = place(
             module, schedule, self._agreement, self._ranks, has_loss=loss is not None, has_tied=tied is not None,
             device=device, num_microbatches=num_microbatches, clip_grad=clip_grad, recompute=recompute,
             provisional=provisional, error_feedback=error_feedback, autocast=autocast,
+            traced_batches=traced_batches,
         )  # fmt: skip
+        self._agreement.on(lambda: require_makers(loss=loss, optimizer=optimizer, scheduler=scheduler))
         self.schedule, self.num_microbatches, self._device = placed.schedule, placed.num_microbatches, placed.device
         self.stages: tuple[int, ...] = self.schedule.stages_of(self._ranks.rank)
         self._has_first, self._has_last = 0 in self.stages, self.schedule.num_stages - 1 in self.stages
@@ -124,8 +127,10 @@ class Pipeline:
 
         def stepping(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
             # A rank without trained parameters reports a learning rate, too, so it gets an empty parameter.
-            made = optimizer(list(parameters.values()) or [nn.Parameter(torch.zeros(0, device=self._device))])
-            return {"optimizer": made, "scheduler": None if scheduler is None else scheduler(made)}
+            trains = list(parameters.values()) or [nn.Parameter(torch.zeros(0, device=self._device))]
+            made = require_steps("optimizer", optimizer(trains))
+            scheduling = None if scheduler is None else require_steps("scheduler", scheduler(made))
+            return {"optimizer": made, "scheduler": scheduling}
 
         steps = steps_of(weights, of_stage)
         made = self._agreement.on(lambda: {key: stepping(parameters) for key, parameters in steps.items()})
