@@ -44,6 +44,15 @@ def test_a_table_and_json(run):
     assert content["num_kept"] > 3 < content["num_rejected"]
 
 
+def test_a_size_that_is_named_twice_is_tried_once(run):
+    """Among the sizes that context and expert parallelism are to have, too."""
+    few = [*CLUSTER, *GPT, "--schedules", "flush", "--tensor", 1, "--pipeline", 2, "--simulate", 1, "--json"]
+    moe = ["--num-experts", 4, "--moe-router-topk", 2]
+    for more in (["--context-parallel-sizes"], [*moe, "--expert-parallel-sizes"]):
+        once, twice = (json.loads(run(*few, *more, sizes)[1]) for sizes in ("1,2", "1,2,1"))
+        assert once["num_kept"] == twice["num_kept"] > 0 and once["num_rejected"] == twice["num_rejected"]
+
+
 @pytest.mark.full
 def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
     """The configurations without, but for those that leave no room for copies; no faster, and with the flag in the

@@ -253,8 +253,8 @@ def space_of(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -
         needs_fused_softmax=options.require_fused_softmax,
         avoids_pressure=options.avoid_pressure,
         predictions=model.job.predictions,
-        context=options.context_parallel_sizes or (model.job.priced.context,),
-        expert=options.expert_parallel_sizes or (model.job.priced.expert,),
+        context=tuple(dict.fromkeys(options.context_parallel_sizes or (model.job.priced.context,))),
+        expert=tuple(dict.fromkeys(options.expert_parallel_sizes or (model.job.priced.expert,))),
         expert_tensor=model.job.priced.expert_tensor,
     )
 
