@@ -29,7 +29,7 @@ from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
-from megatron.finetuning.data.stored import StoredRows
+from megatron.finetuning.data.stored_rows import StoredRows
 from megatron.finetuning.decoding import Generation
 from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.freezing_arguments import FREEZING

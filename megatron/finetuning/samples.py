@@ -33,7 +33,7 @@ from megatron.finetuning.data import (
 from megatron.finetuning.data.batches import Epochs, Rows
 from megatron.finetuning.data.files import File, read_file, state_of_file, stream_file
 from megatron.finetuning.data.lengths import Lengths
-from megatron.finetuning.data.stored import cached_rows, in_parts, states
+from megatron.finetuning.data.stored_rows import cached_rows, in_parts, states
 from megatron.finetuning.data.task import Forward, Prompts, Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 

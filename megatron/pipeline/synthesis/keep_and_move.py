@@ -3,7 +3,7 @@
 For words and a choice of the kept microbatches, the pass of `moved_rows.py` moves the microbatches without room. The
 fastest of many choices, and the programs found with recomputes alone and with moves alone, are changed at random. A
 change keeps a few microbatches that are recomputed, or recomputes a few that are kept; or it changes the words, as
-`moved.py` does.
+`search_with_moves.py` does.
 """
 
 import math
@@ -16,11 +16,11 @@ from itertools import product
 
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.synthesis.improve import accepts, changed_words
-from megatron.pipeline.synthesis.moved import FEW_MOVES, SWEEPS, WORSE
 from megatron.pipeline.synthesis.moved_rows import Ahead, MovedProgram, Mover, word_of
 from megatron.pipeline.synthesis.moves import relaxed
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.search import CHANGES, Synthesis, goes_on, part_of_round, with_moves
+from megatron.pipeline.synthesis.search_with_moves import FEW_MOVES, SWEEPS, WORSE
 from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked

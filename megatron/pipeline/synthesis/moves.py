@@ -2,7 +2,7 @@
 
 Saved activations leave for the host (SWAP_OUT, SWAP_IN) or for the other rank of a pair (EVICT, LOAD). The search for
 words knows nothing of moves. It makes words under relaxed limits, a pass puts moves into them (`moved_rows.py`), and
-the fastest of these are changed at random (`moved.py`).
+the fastest of these are changed at random (`search_with_moves.py`).
 
 - For the host, a microbatch counts less between its forward and its backward, when it may be away, and in full from its
   I to its W, when it may not.

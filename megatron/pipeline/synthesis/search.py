@@ -14,11 +14,11 @@ from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.improve import Climb, shaken
-from megatron.pipeline.synthesis.moved import changed, fastest
 from megatron.pipeline.synthesis.moved_rows import MovedProgram, Mover, most_held
 from megatron.pipeline.synthesis.moves import Way, moved_microbatches, relaxed, ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_with_moves
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words, csv_of
+from megatron.pipeline.synthesis.search_with_moves import changed, fastest
 from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
 from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock

@@ -45,7 +45,7 @@ from megatron.planner.memory.hosted import (
     host_parts,
     resident_weights,
 )
-from megatron.planner.memory.owned import fullest_part
+from megatron.planner.memory.owned_parameters import fullest_part
 from megatron.planner.memory.parameters import (
     TrainingState,
     largest_parameter,
@@ -53,7 +53,7 @@ from megatron.planner.memory.parameters import (
     stage_matrices,
     stage_parameters,
 )
-from megatron.planner.memory.saved import saved_on_rank, sizes_of_stages
+from megatron.planner.memory.saved_on_rank import saved_on_rank, sizes_of_stages
 from megatron.planner.memory.unquantized import unquantized_matrices
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ is whole on each rank. Tests compare the counts with the modules of megatron.cor
 
 The distributed optimizer (ZeRO-1) divides the last three parts by the number of replicas; for experts, by the number of
 ranks with the same experts. With Muon replicas own whole parameters instead: FP32 weights then have no masters, and the
-fullest replica has more than an even part (`owned.py`).
+fullest replica has more than an even part (`owned_parameters.py`).
 """
 
 from collections.abc import Sequence

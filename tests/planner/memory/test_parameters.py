@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.planner import Architecture
-from megatron.planner.memory.owned import parameters
+from megatron.planner.memory.owned_parameters import parameters
 from megatron.planner.memory.parameters import stage_parameters
 from tests import workers
 from tests.planner.memory.test_activations import LATENT

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.pipeline.runtime.update.muon import QKV, WHOLE, Muon, Orthogonalization
 from megatron.planner.memory.architecture import Architecture, Experts
 from megatron.planner.memory.muon import MuonSetting
-from megatron.planner.memory.owned import fullest_part
+from megatron.planner.memory.owned_parameters import fullest_part
 from megatron.planner.memory.parameters import matrix_parameters, stage_parameters
 from megatron.trainer.plan import from_flags
 from tests import workers

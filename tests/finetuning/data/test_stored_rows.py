@@ -7,9 +7,9 @@ from itertools import islice
 import pytest
 import torch
 
-from megatron.finetuning.data import stored
+from megatron.finetuning.data import stored_rows as stored
 from megatron.finetuning.data.files import read_file
-from megatron.finetuning.data.stored import StoredRows
+from megatron.finetuning.data.stored_rows import StoredRows
 from megatron.finetuning.samples import epochs_of, read_data
 from tests.finetuning import tiny
 
