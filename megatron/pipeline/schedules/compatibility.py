@@ -75,7 +75,7 @@ _FEATURES: tuple[tuple[Condition, str], ...] = (
     (lambda s, o: s.balance and o.max_in_flight(s.num_frozen) is None,
      "{s.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or use order 1f1b "
      "or interleaved"),
-    (lambda s, o: s.balance and not (s.num_frozen or s.rank_of_stage == _round_robin(s)),
+    (lambda s, o: s.balance and not (s.num_frozen or s.rank_of_stage == round_robin(s.num_ranks, s.num_virtual_stages)),
      "balance pairs stage x with stage p-1-x, and stages {s.rank_of_stage} are not dealt out in turn; drop balance, "
      "or rank_of_stage"),
     (lambda s, o: s.balance and s.weights.updates_alone,
@@ -308,7 +308,3 @@ def _is_frozen_chain(schedule: PipelineSchedule) -> bool:
     return [(edge.source, edge.target, edge.gradient) for edge in schedule.edges] == [
         (stage, stage + 1, stage >= schedule.num_frozen) for stage in range(schedule.num_stages - 1)
     ]
-
-
-def _round_robin(schedule: PipelineSchedule) -> tuple[int, ...]:
-    return round_robin(schedule.num_ranks, schedule.num_virtual_stages)

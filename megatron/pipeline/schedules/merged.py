@@ -86,9 +86,15 @@ def _merged(
     base: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, ...], batch: range
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Return the computations of each rank for one batch."""
-    order = base(num_stages, edges=edges)
-    rows = [[each for segment in order.segments(stage, [batch]) for each in segment] for stage in range(num_stages)]
+    rows = _rows_of_stages(base(num_stages, edges=edges), batch)
     return tuple(map(tuple, merge(rows, StageGraph.of(num_stages, edges), rank_of_stage)[0]))
+
+
+def _rows_of_stages(order: Order, batch: range) -> list[Segment]:
+    """Return the computations of each stage for one batch, in an order that has one stage on each rank."""
+    return [
+        [each for segment in order.segments(stage, [batch]) for each in segment] for stage in range(order.num_stages)
+    ]
 
 
 def merge(
@@ -207,8 +213,7 @@ def _cycles(num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, 
     graph = StageGraph.of(num_stages, edges)
     deepest = max(map(graph.depth, range(num_stages))) + 1
     settled = range(_SETTLED * deepest, _SETTLED * deepest + max(_AVERAGED * deepest, 2 * _TRIED))
-    order, batch = OneForwardOneBackward(num_stages, edges=edges), range(settled.stop + 2 * deepest)
-    rows = [[each for segment in order.segments(stage, [batch]) for each in segment] for stage in range(num_stages)]
+    rows = _rows_of_stages(OneForwardOneBackward(num_stages, edges=edges), range(settled.stop + 2 * deepest))
     starts = merge(rows, graph, rank_of_stage, work=work)[1]
     stretches = [settled, *(settled[at : at + n] for n in (1, 2, 3, 4, 5, 6, 8) for at in range(0, _TRIED, n))]
     best, found = None, set()
