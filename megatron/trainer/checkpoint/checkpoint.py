@@ -324,7 +324,7 @@ def load_checkpoint(
 
     The degrees of tensor, pipeline and data parallelism may differ from those of the save. The flags `ckpt_step`,
     `finetune` (weights only; the run starts at 0), `no_load_optim`, `no_load_rng` and `ckpt_fully_parallel_load` are
-    honoured.
+    honoured. With `skip_train` neither optimizer nor schedule is loaded, as no step is taken.
 
     Args:
         body_only: do not load the parts of a chunk that its `new_parts` name, nor those of its `optional_parts` that
@@ -352,7 +352,7 @@ def load_checkpoint(
         say(f"{location.root / directory.TRACKER} is missing; taken is the only checkpoint, {location.path}")
     for line in () if starts_anew else arguments.what_changes(args, common.get("args")):
         say(f"checkpoint {location.path} {line}")
-    with_optimizer = not starts_anew and not args.no_load_optim
+    with_optimizer = not (starts_anew or args.no_load_optim or args.skip_train)
     if with_optimizer:
         arguments.require_same_masters(args, common.get("args"), location.path)
     position = CheckpointPosition() if starts_anew else _position(common)

@@ -139,6 +139,14 @@ def test_skip_train_only_evaluates():
     assert last(results)["iteration"] == 0
 
 
+def test_an_evaluation_needs_no_optimizer(tmp_path):
+    """--skip-train takes a checkpoint without optimizer state, and one of another learning rate, and has its loss."""
+    for name, saved in (("bare", "--no-save-optim"), ("other", "--lr 1e-3 --lr-decay-style cosine")):
+        trained = train(2, f"--save {tmp_path / name} --eval-iters 2 --train-iters 2 {saved}")
+        found = train(2, f"--skip-train --eval-iters 2 --load {tmp_path / name}")
+        assert last(found)["records"][-1]["test_loss"] == last(trained)["records"][-1]["test_loss"]
+
+
 def test_parallel_degrees_together():
     """t=2, d=2 and p=2 in turn agree with one process to rounding, distributed optimizer included."""
     plain = "--hidden-dropout 0 --attention-dropout 0"
