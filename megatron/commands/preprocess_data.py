@@ -78,10 +78,11 @@ class _Encoder:
     """The encoder of a worker: it turns a line into token ids."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from megatron.trainer.data.tokenizer import build_tokenizer
+        from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
 
         self.keys, self.append_eod, self.splits = args.json_keys, args.append_eod, args.split_sentences
         self.tokenizer = build_tokenizer(args)
+        self.vocab_size = vocab_size(args, self.tokenizer)
 
     def encode(self, where: str, line: str) -> tuple[dict[str, list[list[int]]], int]:
         """Encode one line. Returns key -> token ids of each sequence that is not empty, and the length of the line.
@@ -104,6 +105,7 @@ class _Encoder:
                 sequences = [list(self.tokenizer.tokenize(text)) for text in texts]
             except Exception as error:  # each tokenizer library raises errors of its own classes
                 raise ValueError(f"{where}: cannot be tokenized: {str(error) or type(error).__name__}") from error
+            self._require_known(sequences, where)
             if self.splits:
                 sequences = [part for tokens in sequences for part in _pieces(tokens)]
             sequences = [tokens for tokens in sequences if tokens]
@@ -111,6 +113,16 @@ class _Encoder:
                 sequences[-1].append(self.tokenizer.eod)
             ids[key] = sequences
         return ids, len(line)
+
+    def _require_known(self, sequences: list[list[int]], where: str) -> None:
+        """Refuse an id for which no model of this vocabulary has a row, and which the files' type may not hold."""
+        for tokens in filter(None, sequences):
+            if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+                wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+                raise ValueError(
+                    f"{where}: the token {wrong} is none of the vocabulary, which has {self.vocab_size}; mend the "
+                    "text, or give a larger --vocab-size"
+                )
 
     def _texts(self, value: object) -> list[str] | None:
         """The texts of a document's sequences; None if `value` is neither a text nor an allowed list of texts."""
@@ -170,13 +182,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.workers < 1 or args.log_interval < 1:
         raise ValueError("--workers and --log-interval must be at least 1")
     check_tokenizer(args)
-    args.paths = sorted(glob.glob(args.input)) if glob.has_magic(args.input) else [args.input]
+    is_pattern = glob.has_magic(args.input) and not os.path.isfile(args.input)  # data[1].jsonl may be a file's name
+    args.paths = sorted(glob.glob(args.input)) if is_pattern else [args.input]
     for path in args.paths or [args.input]:
         if not os.path.isfile(path):
             raise ValueError(f"--input {path} does not exist")
     folder = os.path.dirname(args.output_prefix) or "."
     if not os.path.isdir(folder):
         raise ValueError(f"--output-prefix {args.output_prefix}: the directory {folder} does not exist")
+    for key in args.json_keys:
+        if "/" in key:
+            raise ValueError(f"--json-keys {key} would be a part of files' names, which take no '/'; rename the key")
     return args
 
 
@@ -255,6 +271,9 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
             raise ValueError(f"{args.input} has no text under {', '.join(args.json_keys)}")
         for key, path in partials.items():
             builders[key].finalize(f"{path}.idx")
+        for path in finals.values():  # an index that was there must not meet other tokens, whenever this is killed
+            if os.path.exists(f"{path}.idx"):
+                os.remove(f"{path}.idx")
         for key, path in partials.items():
             for suffix in (".bin", ".idx"):
                 with open(path + suffix, "rb") as stream:

@@ -76,6 +76,8 @@ def test_same_bytes_whatever_the_workers(tmp_path):
         ('["1 2"]', "in.jsonl:3: not a JSON object but list"),
         ('{"content": "1 2"}', "in.jsonl:3: no text under the key 'text'"),
         ('{"text": "one two"}', "in.jsonl:3: cannot be tokenized"),
+        ('{"text": "5 101"}', "in.jsonl:3: the token 101 is none of the vocabulary, which has 101; mend the text, or"),
+        ('{"text": "-1"}', "in.jsonl:3: the token -1 is none of the vocabulary"),
         ("[" * 10**5, "in.jsonl:3: not JSON: maximum recursion depth"),
         ("9" * 5000, "in.jsonl:3: not JSON: Exceeds the limit"),
         ('{"text": "caf\udce9"}', "in.jsonl, line 3 is no UTF-8 text"),
@@ -91,6 +93,33 @@ def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers
     with pytest.raises(ValueError, match=message):
         preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_kill_leaves_no_index_of_other_tokens(tmp_path, monkeypatch):
+    """Where files are written anew, the new tokens never lie beside the old index."""
+    convert(tmp_path)
+    replace = preprocess_data.os.replace
+
+    def killed(source, target):
+        if target.endswith(".idx"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(preprocess_data.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path)
+    assert [path.suffix for path in tmp_path.glob("out*")] == [".bin"]
+
+
+def test_an_input_may_have_brackets_in_its_name(tmp_path):
+    """A file of the very name is read, and not what its name would match as a pattern."""
+    (tmp_path / "part1.jsonl").write_text('{"text": "9"}\n')
+    for name, tokens in (("part[1].jsonl", 2), ("part[0-9].jsonl", 1)):
+        if tokens == 2:
+            write_lines(tmp_path / name, [[1, 2]])
+        argv = ["--input", str(tmp_path / name), "--output-prefix", str(tmp_path / "out"),
+                "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
+        assert preprocess_data.preprocess(preprocess_data.parse_args(argv))["tokens"] == tokens
 
 
 def test_compressed_lines_and_a_mark_make_the_same_files(tmp_path):

@@ -83,8 +83,8 @@ def arguments(**changes) -> argparse.Namespace:
         make_vocab_size_divisible_by=16, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
         bf16=False, fp16=False, optimizer="adam", use_distributed_optimizer=False, load=None, save=None, ckpt_step=None,
         finetune=False, skip_train=False, no_load_optim=False, no_load_rng=False, no_save_optim=False,
-        no_save_rng=False, async_save=False, dist_ckpt_strictness="assume_ok_unexpected", ckpt_fully_parallel_load=False,
-        ckpt_fully_parallel_save=True, hidden_dropout=0.0, seed=1234,
+        no_save_rng=False, async_save=False, dist_ckpt_strictness="assume_ok_unexpected",
+        ckpt_fully_parallel_load=False, ckpt_fully_parallel_save=True, hidden_dropout=0.0, seed=1234,
     )  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
