@@ -46,12 +46,25 @@ def save_merged(
     Collective: every rank must call it. `save_rest`: writes all but the tensors; called on rank 0. Raises ValueError on
     all ranks if any rank cannot write.
     """
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
     partial = folder.with_name(f".{folder.name}.partial")
     with all_write(folder):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
+    try:
+        _write_merged(adapter, pretrained, adapter_folder, folder, partial, dtype, save_rest, file_bytes)
+    except ValueError:  # all ranks raise it, and none writes any longer
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_merged(
+    adapter: Adapter, pretrained: Pretrained, adapter_folder: Path, folder: Path, partial: Path,
+    dtype: torch.dtype | None, save_rest: Callable[[Path], None], file_bytes: float,
+) -> None:  # fmt: skip
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shares = _shares(pretrained, size, file_bytes)
     names = [f"model-{number:05d}-of-{len(shares):05d}.safetensors" for number in range(1, len(shares) + 1)]
     own: dict[str, dict[str, int]] = {}

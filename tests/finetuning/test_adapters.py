@@ -510,3 +510,25 @@ def test_merged_by_the_command(folder, tmp_path, capsys):
         torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-6, msg=name)
     status, _, err = runner(merge_adapter, capsys)(base, base, "--output", tmp_path / "other")
     assert status == 1 and "adapter_config.json cannot be read" in err
+
+
+def test_the_command_takes_nothing_away(folder, tmp_path, capsys, monkeypatch):
+    """A folder that holds anything, such as the model itself, is refused and stays; an error leaves no part behind."""
+    base = tiny.model_folder(folder)
+    adapter = lora.begun(base, CLASSES, tmp_path / "adapter", task_type="SEQ_CLS", r=4, target_modules=["query"])
+    merge = runner(merge_adapter, capsys)
+    for output in (base, adapter, tmp_path):
+        before = sorted(output.iterdir())
+        status, _, err = merge(base, adapter, "--output", output)
+        assert status == 1
+        assert err.splitlines()[-1] == f"error: {output} is not empty; name a folder that does not exist yet"
+        assert sorted(output.iterdir()) == before
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    assert merge(base, adapter, "--output", ".")[0] == 0
+    assert (tmp_path / "new" / "config.json").is_file()
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    status, _, err = merge(base, adapter, "--output", tmp_path / "another")
+    assert status == 1 and "adapter_model.safetensors cannot be read" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "new"]
