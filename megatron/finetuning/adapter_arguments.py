@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron.documents.flag_types import both_spellings, count, count_from_0, part
 
@@ -20,6 +21,9 @@ OF_LORA = ("lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslo
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for all linear layers but the head."""
+
+MERGED = "merged"
+"""The folder in --output_dir for the model with the adapter merged in. A folder that was there makes room for it."""
 
 
 def add_adapters(group) -> None:
@@ -62,6 +66,14 @@ def validate_adapter(args: argparse.Namespace) -> None:
         raise ValueError("--merge_adapter has no adapter to merge; give --lora_r, or leave it out")
     if getattr(args, "merge_adapter", False) and args.do_eval and not args.do_train:
         raise ValueError("--merge_adapter is for runs that train; merge an adapter with tools/merge_adapter.py")
+    if getattr(args, "merge_adapter", False) and args.output_dir is not None:
+        merged = Path(args.output_dir) / MERGED
+        for name in ("model_name_or_path", "adapter_name_or_path"):
+            if getattr(args, name) is not None and Path(getattr(args, name)).resolve() == merged.resolve():
+                raise ValueError(
+                    f"--merge_adapter would write over --{name} {getattr(args, name)}; give another --output_dir than "
+                    f"{args.output_dir}"
+                )
     if sources and (args.bf16 or args.fp16):
         raise ValueError(
             f"--{'bf16' if args.bf16 else 'fp16'} keeps FP32 masters of what is trained, and adapters are FP32 "

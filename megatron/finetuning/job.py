@@ -17,6 +17,7 @@ from megatron.capture.tensors import state_of_tensors
 from megatron.finetuning import checkpoint
 from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.adapters import AdapterTensors
+from megatron.finetuning.adapter_arguments import MERGED
 from megatron.finetuning.arguments import (
     LOSS_SCALE,
     SOFTENING,
@@ -66,9 +67,6 @@ KEPT = (
 )  # fmt: skip
 """Flags that a resumed run must repeat besides the flags that decide its rows. The position in the rows, the learning
 rates and the state of the optimizers depend on them."""
-
-MERGED = "merged"
-"""The folder of the merged model in --output_dir."""
 
 
 def finetune(args: argparse.Namespace, stop: StopSignal) -> None:

@@ -371,6 +371,10 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
             ["--lora_r", 4, "--merge_adapter", "--do_eval"],
             "--merge_adapter is for runs that train; .*tools/merge_adapter",
         ),
+        (
+            ["--lora_r", 4, "--merge_adapter", "--output_dir", "o", "--model_name_or_path", "./o/merged"],
+            "--merge_adapter would write over --model_name_or_path ./o/merged; give another --output_dir than o",
+        ),
         (["--lora_r", 4, "--bf16"], "adapters are FP32 themselves; give --dtype bfloat16"),
     ],
 )
