@@ -178,9 +178,32 @@ def problem_with_directory(flag: str, path: str) -> str | None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: write a temporary file in the same folder, then rename it.
 
-    Its permissions are those of any new file of this process.
+    Its permissions are those of any new file of this process. A link stays, and the file that it names is written. What
+    is no regular file, such as a pipe or /dev/null, is written as it is: a rename would put a file in its place.
+
+    Raises OSError, which names the file.
     """
     data = content.encode() if isinstance(content, str) else content
+    try:
+        if _is_written_in_place(path):
+            with open(path, "wb") as stream:
+                stream.write(data)
+        else:
+            _replace(Path(os.path.realpath(path)), data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _is_written_in_place(path: Path) -> bool:
+    """Whether the file is none that a rename may replace: a device, a pipe, or an open file by its name in /dev."""
+    links = [Path(os.path.abspath(path))]
+    while links[-1].is_symlink() and len(links) < 40:
+        links.append(Path(os.path.normpath(links[-1].parent / links[-1].readlink())))
+    is_open = any(link.parts[1] in ("dev", "proc") and link.parts[2] != "shm" for link in links if len(link.parts) > 2)
+    return path.exists() and (is_open or not path.is_file())
+
+
+def _replace(path: Path, data: bytes) -> None:
     name = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, which mkstemp ignores
     try:

@@ -1,7 +1,10 @@
 """Files that are written whole or not at all."""
 
 import os
+import resource
 import stat
+import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,3 +24,35 @@ def test_permissions_are_those_of_any_new_file(tmp_path, mask, mode):
     finally:
         os.umask(before)
     assert path.read_text() == "new" and [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_links_stay_and_what_is_no_regular_file_is_written_as_it_is(tmp_path):
+    """A rename would make a file of /dev/null, or of a pipe."""
+    (tmp_path / "old.json").write_text("old")
+    os.mkfifo(tmp_path / "pipe")
+    links = {name: tmp_path / f"link to {name.name}" for name in (tmp_path / "old.json", tmp_path / "new.json")}
+    for name, link in (links | {Path("/dev/null"): tmp_path / "nothing"}).items():
+        link.symlink_to(name)
+    for link in links.values():
+        write_whole(link, "new")
+        assert link.is_symlink() and link.read_text() == "new"
+    write_whole(tmp_path / "nothing", "new")
+    assert (tmp_path / "nothing").is_symlink() and Path("/dev/null").is_char_device()
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()), daemon=True)
+    reader.start()
+    write_whole(tmp_path / "pipe", "new")
+    reader.join(timeout=20)
+    assert read == ["new"] and (tmp_path / "pipe").is_fifo()
+
+
+def test_an_error_names_the_file_which_is_not_there(tmp_path):
+    """The one that writing raises names none."""
+    path, limits = tmp_path / "a.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write_whole(path, "more than eight bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == str(path) and not list(tmp_path.iterdir())

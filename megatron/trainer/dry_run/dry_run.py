@@ -17,7 +17,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from megatron.documents.files import write_whole
 from megatron.pipeline.check import ProgramError
 from megatron.pipeline.placement.cost import count_crossing
 from megatron.pipeline.placement.mapping import inverse
@@ -114,8 +116,7 @@ def run_dry(args: Arguments, prog: str) -> int:
         result = check_job(args)
         print_dry_run(result, prog)
         if args.dry_run_json is not None:
-            with open(args.dry_run_json, "w", encoding="utf-8") as stream:
-                json.dump(to_dict(result), stream, indent=1)
+            write_whole(Path(args.dry_run_json), json.dumps(to_dict(result), indent=1))
         if refused := _refusal(result):
             raise ValueError(refused)
         if result.hosted and (refused := _refusal_of_hosts(result.hosted, args.dry_run_host_memory)):

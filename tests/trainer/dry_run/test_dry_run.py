@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import runpy
 import sys
 from collections.abc import Callable
@@ -45,6 +46,16 @@ HALVES = (
 def dry(run_words):
     """Run a command line (SMALL and more) dry."""
     return lambda extra, without="": run_words(argv(extra, without))
+
+
+def test_a_file_that_has_no_room_is_named_and_is_not_there(dry, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        status, _, err, found = dry("--dry-run 1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (status, err) == (1, f"pretrain_gpt.py: error: {tmp_path}/dry.json: File too large\n") and found == {}
 
 
 def test_job_that_is_right(dry):
