@@ -52,8 +52,7 @@ class Reporter:
         self._published = ByProduct(wandb, consequence="and later values are tried", failures=(Exception,))
         self._metrics = self._board = self._wandb = None
         self._open()
-        per_token = flops_per_sample(args) / args.seq_length / args.world_size
-        self._flops = per_token if args.log_throughput and backend.is_cuda() else None
+        self._flops_per_token = flops_per_sample(args) / args.seq_length
 
     def _open(self) -> None:
         args = self.args
@@ -67,6 +66,12 @@ class Reporter:
         if self.writes and args.wandb_project and "wandb" not in missing:
             with ByProduct(self._published.name, consequence="without it", failures=(Exception,)).attempt():
                 self._wandb = _weights_and_biases(args)
+
+    @property
+    def _flops(self) -> float | None:
+        """The operations per token and GPU, of the GPUs that the run has now; None: the throughput is not logged."""
+        shows = self.args.log_throughput and backend.is_cuda()
+        return self._flops_per_token / self.args.world_size if shows else None
 
     def take_over(self) -> None:
         """Write from now on if the writing rank was lost and this is the last rank now.

@@ -1,6 +1,7 @@
 """What a run prints and records when ranks are lost or come back."""
 
 import importlib.machinery
+import re
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -53,6 +54,19 @@ def lines(folder) -> list[int | str]:
 
 
 SPEED = f"a batch takes {PROGRAM.slowdown:.2f} times as long as with all ranks, as simulated (at least"
+
+
+def test_a_throughput_is_of_the_gpus_that_are_left(tmp_path, monkeypatch, capsys):
+    """A batch that takes as long on half of the GPUs has twice the operations of each."""
+    monkeypatch.setattr("megatron.trainer.report.log.backend.is_cuda", lambda: True)
+    monkeypatch.setattr("megatron.trainer.report.log.flops_per_sample", lambda args: 1e15)
+    reports = reporter(tmp_path, "--log-throughput --log-interval 1")
+    tell(reports, 1)
+    reports.args = replace(reports.args, rank=1, world_size=2)
+    tell(reports, 2)
+    reports.close()
+    before, after = map(float, re.findall(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", capsys.readouterr().out))
+    assert after == pytest.approx(2 * before, abs=0.1) and before > 0
 
 
 def test_ranks_of_a_place_have_the_same_pipeline_rank():
