@@ -10,6 +10,7 @@ before its end the reference had the last loss of the run. The picture shows eve
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -21,14 +22,17 @@ from scipy.stats import binom
 
 from megatron.documents import command_line, flag_types
 from megatron.documents.picture import one_panel
-from megatron.trainer.report.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics, validation_losses
 
 _NAME = re.compile(r"(?P<schedule>.+)_lr(?P<rate>[0-9.e+-]+)_seed(?P<seed>[0-9]+)")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a run. `losses`: iteration -> validation loss in nats per token, in ascending order."""
+    """The result of a run.
+
+    `losses`: iteration -> validation loss in nats per token, in ascending order; infinite where it was not finite.
+    """
 
     schedule: str
     rate: float
@@ -48,6 +52,8 @@ class Run:
             return -reference.iterations_lost(self)
         earlier: tuple[int, float] | None = None
         for iteration, loss in reference.losses.items():
+            if loss == math.inf:  # never the last one
+                continue
             if loss <= self.loss:
                 break
             earlier = iteration, loss
@@ -101,9 +107,7 @@ def read_runs(folder: Path) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.jsonl")):
         if match := _NAME.fullmatch(path.stem):
-            losses = {
-                each["iteration"]: each["validation_loss"] for each in read_metrics(path) if "validation_loss" in each
-            }
+            losses = validation_losses(read_metrics(path))
             if not losses:
                 raise ValueError(f"{path} holds no validation_loss; train with --eval-interval and --eval-iters")
             runs.append(Run(match["schedule"], float(match["rate"]), int(match["seed"]), losses))
@@ -115,8 +119,11 @@ def read_runs(folder: Path) -> list[Run]:
 def compare(runs: list[Run], reference: str) -> list[Comparison]:
     """Compare each other schedule with the reference at each learning rate.
 
+    A run whose last loss was not finite lies infinitely far over the reference.
+
     Raises:
-        ValueError: if the reference lacks a run at a rate and seed that another schedule has.
+        ValueError: if the reference lacks a run at a rate and seed that another schedule has, or the last loss of such
+            a run was not finite, or 0.
     """
     known = {(run.rate, run.seed): run for run in runs if run.schedule == reference}
     others: dict[tuple[str, float], list[Run]] = {}
@@ -125,6 +132,11 @@ def compare(runs: list[Run], reference: str) -> list[Comparison]:
             continue
         if (run.rate, run.seed) not in known:
             raise ValueError(f"{reference} has no run with rate {run.rate:g} and seed {run.seed}; {run.schedule} has")
+        if not 0 < known[run.rate, run.seed].loss < math.inf:
+            raise ValueError(
+                f"{reference} with rate {run.rate:g} and seed {run.seed} ends with a validation loss of "
+                f"{known[run.rate, run.seed].loss:g}, over which nothing lies; take these runs out of the folder"
+            )
         others.setdefault((run.schedule, run.rate), []).append(run)
     return [
         Comparison(
@@ -189,6 +201,11 @@ def main(arguments: list[str] | None = None) -> None:
         compared = compare(runs, args.reference)
         if not compared:
             raise ValueError(f"{args.folder} has no runs but those of {args.reference}; there is nothing to compare")
+        if unknown := {schedule for schedule, _ in args.most} - (known := {each.schedule for each in compared}):
+            raise ValueError(
+                f"--most limits {', '.join(sorted(unknown))}, which is compared with nothing; name one of "
+                f"{', '.join(sorted(known))}"
+            )
         picture = args.output or args.folder / "sweep.png"
         draw(compared, args.reference, picture, title=args.title)
     except (ValueError, OSError) as error:

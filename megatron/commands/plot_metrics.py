@@ -14,12 +14,15 @@ from pathlib import Path
 
 from megatron.documents import command_line, flag_types
 from megatron.documents.picture import one_panel
-from megatron.trainer.report.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics, validation_losses
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The losses of one run: iteration -> nats per token, in the order of iterations."""
+    """The losses of one run: iteration -> nats per token, in the order of iterations.
+
+    A training loss that was not finite is left out; such a validation loss is infinite.
+    """
 
     label: str
     training: dict[int, float]
@@ -29,7 +32,7 @@ class Curves:
 def read_curves(path: Path, label: str) -> Curves:
     """Read the losses of a run from a metrics file. Raises ValueError if the file is missing or has no loss."""
     records = read_metrics(path)
-    curves = Curves(label, _by_iteration(records, "lm_loss", "loss"), _by_iteration(records, "validation_loss"))
+    curves = Curves(label, _by_iteration(records, "lm_loss", "loss"), dict(sorted(validation_losses(records).items())))
     if not curves.training and not curves.validation:
         raise ValueError(
             f"{path} holds neither lm_loss, nor loss, nor validation_loss; is it what --metrics-file wrote?"
@@ -62,19 +65,27 @@ def draw(runs: list[Curves], path: Path, *, title: str = "") -> None:
 def largest_difference(runs: list[Curves]) -> float:
     """The largest relative difference of a run's last validation loss from the first run's.
 
-    Infinite if a run has no validation loss.
+    Infinite if a run has no validation loss, or its last one was not finite.
     """
     if not all(run.validation for run in runs):
         return math.inf
     losses = [run.validation[max(run.validation)] for run in runs]
+    if math.inf in losses or not losses[0]:
+        return math.inf
     return max(abs(loss / losses[0] - 1) for loss in losses)
 
 
 def validation_fall(run: Curves) -> float:
-    """The relative fall from the first to the last validation loss of a run; 0 without two validation losses."""
+    """The relative fall from the first to the last validation loss of a run; 0 without two validation losses.
+
+    Minus infinity if the last one was not finite.
+    """
     if not run.validation:
         return 0.0
-    return 1 - run.validation[max(run.validation)] / run.validation[min(run.validation)]
+    first, last = run.validation[min(run.validation)], run.validation[max(run.validation)]
+    if last == math.inf:
+        return -math.inf
+    return 1 - last / first if first else 0.0
 
 
 def main(arguments: list[str] | None = None) -> None:

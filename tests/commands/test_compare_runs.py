@@ -82,6 +82,24 @@ def test_a_limit_that_is_passed_is_named(sweep, capsys):
     assert "2bw at 0.001 lies 10.00% over flush, 9.00% are allowed." in capsys.readouterr().out
 
 
+def test_a_run_that_ends_without_a_number_lies_over_every_limit(sweep, capsys):
+    """The metrics file has null for what is not finite. Over a reference that ends so nothing lies."""
+    lost = {"iteration": 2, "validation_loss": None}
+    with open(sweep / "2bw_lr5e-4_seed0.jsonl", "a") as stream:
+        stream.write(json.dumps(lost) + "\n")
+    assert end(sweep, "--most", "2bw=99") == 1
+    assert "| 0.0005 | 1 | 4.000 | +inf% |" in (out := capsys.readouterr().out) and "2bw at 0.0005 lies inf%" in out
+    (sweep / "flush_lr5e-4_seed0.jsonl").write_text(json.dumps(lost) + "\n")
+    assert end(sweep) == 1
+    assert "flush with rate 0.0005 and seed 0 ends with a validation loss of inf" in capsys.readouterr().err
+
+
+def test_a_limit_of_what_is_not_compared_is_refused(sweep, capsys):
+    for name in ("2bv", "flush"):
+        assert end(sweep, "--most", f"{name}=99", "--most", "2bw=99") == 1
+        assert f"--most limits {name}, which is compared with nothing; name one of 2bw" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compared_is_one_sentence(tmp_path, sweep, capsys):
     """No runs, a run without its reference, one without validation, nothing but the reference, a limit that is none."""
     (tmp_path / "empty").mkdir()

@@ -42,9 +42,10 @@ def test_runs_share_one_picture(tmp_path, capsys):
 
 
 def test_files_without_losses_are_refused(tmp_path, capsys):
-    """A missing file and one without losses end with one sentence that names the file, not with a traceback."""
+    """A missing file, one without losses and one of other lines end with one sentence that names the file."""
     empty = write(tmp_path / "empty.jsonl", {"iteration": 1})
-    for path in (empty, tmp_path / "missing.jsonl"):
+    other = write(tmp_path / "other.jsonl", [1, 2])
+    for path in (empty, other, tmp_path / "missing.jsonl"):
         with pytest.raises(SystemExit) as exit_info:
             plot_metrics.main([str(path)])
         assert exit_info.value.code == 1
@@ -70,6 +71,18 @@ def test_tolerance_decides_the_exit_status(tmp_path, other, status):
     with pytest.raises(SystemExit) as exit_info:
         plot_metrics.main([*files, "--output", str(tmp_path / "loss.png"), "--tolerance", "0.01"])
     assert exit_info.value.code == status
+
+
+@pytest.mark.parametrize("check", ["--tolerance", "--fall"])
+def test_a_run_that_ends_without_a_number_fails_every_check(tmp_path, check):
+    """The metrics file has null for what is not finite. The losses before it do not count."""
+    records = [{"iteration": each, "validation_loss": loss} for each, loss in ((5, 4.0), (9, 3.0), (12, None))]
+    path = write(tmp_path / "run.jsonl", *records)
+    whole = write(tmp_path / "whole.jsonl", *records[:2])
+    for files in ([whole, path], [path, whole]):
+        with pytest.raises(SystemExit) as exit_info:
+            plot_metrics.main([*map(str, files), "--output", str(tmp_path / "loss.png"), check, "0.1"])
+        assert exit_info.value.code == 1
 
 
 @pytest.mark.parametrize(("last", "status"), [(3.0, 0), (3.9, 1)])

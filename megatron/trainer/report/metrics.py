@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -140,18 +140,28 @@ def _ends_mid_line(path: str) -> bool:
         return stream.read(1) != b"\n"
 
 
+def validation_losses(records: Iterable[dict]) -> dict[int, float]:
+    """Iteration -> validation loss, in the order of the records; infinite where it was not finite, which is null."""
+    found = {each["iteration"]: each["validation_loss"] for each in records if "validation_loss" in each}
+    return {iteration: math.inf if loss is None or math.isnan(loss) else loss for iteration, loss in found.items()}
+
+
 def read_metrics(path: str | os.PathLike) -> list[dict]:
     """Read all complete objects of a metrics file in order; an incomplete line is left out.
 
     Raises:
-        ValueError: if the file cannot be read.
+        ValueError: if the file cannot be read, or a line is something else than an object.
     """
     records = []
     try:
         with open(path, encoding="utf-8") as stream:
-            for line in stream:
+            for number, line in enumerate(stream, start=1):
                 with suppress(json.JSONDecodeError):
                     records.append(json.loads(line))
+                    if not isinstance(records[-1], dict):
+                        raise ValueError(f"{path}, line {number}, is no JSON object; give what --metrics-file wrote")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error.reason}); give what --metrics-file wrote") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return records
