@@ -36,7 +36,8 @@ RULES: tuple[Callable[[Arguments], Iterable[str] | None], ...] = (
     *programs.FIRST, hugging_face.load_hf, programs.t5_shape, *model.RULES, attention.attention, experts.experts,
     context.context, schedule.pipeline_program, *stages.RULES, *programs.RULES, programs.t5, freezing.flags,
     optimistic.optimistic_steps, *run.RULES, lost_ranks.lost_ranks, experts.counted_tokens, experts.moved_activations,
-    fp8.fp8, *data.RULES, freezing.schedules, freezing.intervals, *programs.LAST, *without_effect.RULES,
+    model.freed_activations, fp8.fp8, *data.RULES, freezing.schedules, freezing.intervals, *programs.LAST,
+    *without_effect.RULES,
 )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.arguments.platform import Platform
 from megatron.trainer.arguments.rules.experts import moved_activations
+from megatron.trainer.arguments.rules.model import freed_activations
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
 from megatron.trainer.plan.auto_costs import Assumed, CostsOf, costs_of_file
 from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady
@@ -272,7 +273,9 @@ def _refuse_moves(like: Arguments) -> None:
             f"--pipeline-moves {like.pipeline_moves} does not go with --fp8-format {like.fp8}: weights in FP8 would be "
             "moved with activations; leave one of the two out"
         )
-    moved_activations(Arguments(**{**vars(like), "moves_activations": True}))
+    moving = Arguments(**{**vars(like), "moves_activations": True})
+    moved_activations(moving)
+    freed_activations(moving)
 
 
 def _require_flags(args: Arguments) -> None:

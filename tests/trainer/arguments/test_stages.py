@@ -57,6 +57,20 @@ def test_schedules_that_cannot_balance_refuse_it(flags, reason):
 
 
 HOST = "--pipeline-offload-activations"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+LATENTS = "--multi-latent-attention --position-embedding-type rope"
+
+
+@pytest.mark.parametrize("modules", [f"{SELECTIVE} layernorm", f"{LATENTS} {SELECTIVE} mla_up_proj"])
+@pytest.mark.parametrize(
+    "flags", ["--pipeline-schedule bpipe", "--balance-activations", f"{HOST} 3", "--log-saved-activations"]
+)
+def test_activations_that_autograd_holds_are_neither_moved_nor_counted(flags, modules):
+    """In one sentence, before anything is built, also in a dry run. Where they stay and nobody counts, all is well."""
+    p4 = "--pipeline-model-parallel-size 4"
+    assert not arguments(f"{modules} {p4}", world_size=4).moves_activations
+    with pytest.raises(ValueError, match="activations that cannot be freed can be neither moved nor counted"):
+        arguments(f"{modules} {p4} {flags}", world_size=4)
 
 
 def test_a_bound_on_the_device():

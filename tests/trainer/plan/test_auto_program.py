@@ -282,6 +282,11 @@ def test_receives_that_stand_ahead_have_their_room(virtual):
             "--pipeline-moves host --pipeline-memory-limit 1 --num-experts 2 --moe-token-dispatcher-type alltoall",
             "activations of experts differ in size between microbatches",
         ),
+        (
+            "--pipeline-moves host --pipeline-memory-limit 1 --recompute-granularity selective --recompute-modules "
+            "layernorm",
+            "activations that cannot be freed can be neither moved nor counted",
+        ),
         ("--pipeline-weights 2bw --2bw-single-gradient-buffer", "needs --pipeline-schedule 2bw"),
         ("--pipeline-weights 2bw --2bw-provisional stage", "auto says which weights each computation uses; leave"),
         ("--pipeline-weights 2bw --2bw-error-feedback", "auto says which weights each computation uses; leave one"),

@@ -22,6 +22,8 @@ _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sf
                   "elastic_pipeline", "freeze_training", "num_layer_list", "pipeline_model_parallel_layout",
                   "window_attn_skip_freq", "fp8", "first_last_layers_bf16", "residual_from_norm")  # fmt: skip
 """Flags that cannot be used with a HybridModel."""
+_HELD_BY_AUTOGRAD = ("layernorm", "mla_up_proj")
+"""Values of --recompute-modules whose recomputation keeps its inputs in the graph."""
 
 
 def hybrid(args: Arguments) -> None:
@@ -262,6 +264,17 @@ def recompute(args: Arguments) -> None:
             )
     if args.pipeline_recompute and args.recompute_granularity == "full":
         raise ValueError("--pipeline-recompute and --recompute-granularity full do the same; keep one")
+
+
+def freed_activations(args: Arguments) -> None:
+    """Refuse to move or count saved activations that autograd does not free. Runs after the rules of schedules."""
+    held = [each for each in args.recompute_modules or () if each in _HELD_BY_AUTOGRAD]
+    if held and (args.moves_activations or args.log_saved_activations):
+        raise ValueError(
+            f"--recompute-modules {' '.join(held)}: megatron.core has autograd hold their inputs, and activations that "
+            "cannot be freed can be neither moved nor counted; recompute core_attn instead, or leave out the flag or "
+            "schedule that moves or counts them"
+        )
 
 
 def multi_token(args: Arguments) -> None:
