@@ -22,7 +22,7 @@ from megatron.pipeline.synthesis.moved_rows import Mover
 from megatron.pipeline.synthesis.moves import ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
-from megatron.pipeline.synthesis.search import Synthesis, synthesize
+from megatron.pipeline.synthesis.search import KNOWN, Synthesis, synthesize
 from megatron.pipeline.synthesis.seeds import named_words
 from megatron.pipeline.synthesis.timing import Clock
 
@@ -129,7 +129,7 @@ def synthesize_keeping(
         found.append(keeping_all(problem, moving))
     all_recomputed = replace(problem, kept=())
     words = [*named_words(all_recomputed)]
-    words += [("known words", each) for each in known] + [(each.begun_with, each.words) for each in found]
+    words += [(KNOWN, each) for each in known] + [(each.begun_with, each.words) for each in found]
     for number, way in enumerate(ways, 2):
         mover, choices = Mover(all_recomputed, way), _choices(all_recomputed, words)
         found += of_both_kinds(mover, found[:2], choices, bound=bound, seconds=share, **effort)

@@ -24,6 +24,9 @@ from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
+KNOWN = "known words"
+"""The name of words with which a search began because its caller named them."""
+
 _PATTERNS, _MOVES = 200, 2_000  # of the first rounds; later ones make fewer patterns and more moves
 _SEEDS, _SHAKES = 2, 12  # of a round: the orders, and the patterns, that it squeezes; and the changes that it makes
 _SWEEPS = 10  # the most pairs of sweeps for words to begin with
@@ -211,7 +214,7 @@ def synthesize(
     for way, problems in relaxations.items():
         if not problems or found.seconds <= bound * (1 + ROUNDING):
             continue
-        words = [("known words", each) for each in known] + list(named_words(problem))
+        words = [(KNOWN, each) for each in known] + list(named_words(problem))
         for each in problems:
             if number > 1 and rounds is None and time.monotonic() > begun + seconds * (number + 1) / parts:
                 number += 1  # earlier rounds have used up its time
@@ -341,7 +344,7 @@ def part_of_round(problem: Problem) -> float:
 def _begin(problem: Problem, clock: Clock, known: Sequence[Words]) -> Iterator[_Found]:
     """Yield known words, and registered orders; an order that exceeds limits is changed by list scheduling."""
     found = [("one microbatch after another", one_after_another(problem), False)]
-    found += [("known words", words, False) for words in known]
+    found += [(KNOWN, words, False) for words in known]
     for name, words in named_words(problem):
         if problem.accepts(words):
             found.append((name, words, True))

@@ -9,7 +9,7 @@ from megatron.pipeline.synthesis.keep import synthesize_keeping
 from megatron.pipeline.synthesis.moves import ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice, bound_with_moves
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem
-from megatron.pipeline.synthesis.search import Synthesis, synthesize
+from megatron.pipeline.synthesis.search import KNOWN, Synthesis, synthesize
 
 _SEARCHED = 3  # the most problems that are searched to the end
 
@@ -64,14 +64,17 @@ def synthesize_fastest(
     keeping = [each for each in begun if recomputes_some and _keeps(each.problem)]
     found = _leading([each for each in begun if each not in keeping])
     if len(found) > _SEARCHED:
-        found = _leading([search(each.problem, rounds=1, known=[each.words]) for each in found])[:_SEARCHED]
+        found = _leading([_from(search(each.problem, rounds=1, known=[each.words]), each) for each in found])[
+            :_SEARCHED
+        ]
     found += keeping
     for number, each in enumerate(found):
         if each in _leading(found):
-            found[number] = (partial(synthesize_keeping, moves=moves, seed=seed) if each in keeping else search)(
+            further = (partial(synthesize_keeping, moves=moves, seed=seed) if each in keeping else search)(
                 each.problem, seconds=seconds / len(found), rounds=rounds, processes=processes, known=[each.words],
                 done=lambda part, number=number: done((number + part) / len(found)),
             )  # fmt: skip
+            found[number] = _from(further, each)
     return replace(min(found, key=lambda each: each.seconds), bound=bound, bound_from=bound_from)
 
 
@@ -85,6 +88,11 @@ def bound_of(problem: Problem, *, moves: str = "none", recomputes_some: bool = F
 
 def _keeps(problem: Problem) -> bool:
     return len(problem.recomputed) == problem.num_stages
+
+
+def _from(found: Synthesis, begun: Synthesis) -> Synthesis:
+    """Return `found`, of a search that began with the words of `begun`, with the name of what these were made from."""
+    return replace(found, begun_with=begun.begun_with) if found.begun_with == KNOWN else found
 
 
 def _is_alike(one: Problem, other: Problem) -> bool:

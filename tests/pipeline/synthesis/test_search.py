@@ -15,6 +15,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize
 from megatron.pipeline.synthesis.seeds import listed, named_words, one_after_another
+from megatron.pipeline.synthesis.several_problems import synthesize_fastest
 from megatron.pipeline.synthesis.timing import Clock
 from tests.pipeline.synthesis.made_up import problems
 
@@ -30,6 +31,15 @@ def test_a_large_head_takes_nothing_at_three_quarters_of_the_memory():
     assert check(found.program).peak_saved_microbatches == (3, 3, 3, 3)
     zb_h1 = simulate(Schedule.preset("zb-h1", num_stages=4).build([12]), HEAD).makespan
     assert found.seconds <= zb_h1  # which holds 4
+
+
+def test_what_a_program_was_made_from_is_named():
+    """By the order, also where a search over several problems goes on with what it found before."""
+    one, two = UNEVEN, replace(UNEVEN, rank_of_stage=v(4, 2), costs=Costs())
+    assert synthesize_fastest([one], rounds=2).begun_with == "within limits: zb-h1"
+    assert synthesize_fastest([two], rounds=0).begun_with == synthesize(two, rounds=0).begun_with
+    known = synthesize(one, rounds=0)
+    assert synthesize(one, rounds=0, known=[known.words]).begun_with == "known words"
 
 
 def test_a_program_is_a_schedule_for_a_run():
