@@ -12,6 +12,7 @@ WITHOUT_TORCH = (
     "pipeline.check",
     "pipeline.simulate",
     "pipeline.synthesis",
+    "pipeline.survivors",
     "pipeline.draw",
     "pipeline.placement",
     "planner",
