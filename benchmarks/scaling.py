@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import floor, log10
 from pathlib import Path
+from textwrap import fill
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,6 +29,7 @@ SHOWN = {
     "1T": (1, 8, 16, 24, 32),
 }
 """Model -> the numbers of replicas that tables show."""
+_PROSE = 128  # characters of a line
 _FLUSHING = ("flush", "interleaved", "bpipe", "interleaved+balance")
 
 
@@ -140,7 +142,7 @@ def best(data: dict) -> str:
 
 
 def conclusions(data: dict) -> str:
-    """The conclusions from the tables, as sentences."""
+    """The conclusions from the tables, as sentences, wrapped as the page is."""
     lines = []
     for model in study.MODELS:
         found = {each: _of_schedules(data, model.name, each) for each in model.searched}
@@ -157,10 +159,11 @@ def conclusions(data: dict) -> str:
         verdict = "`bpipe` never beats `flush` by more than 0.5%."
         if better:
             verdict = f"`bpipe` is faster than `flush` by {', '.join(better)} GPUs."
-        lines.append(
+        line = (
             f"- **{model.name}.** The fastest: {', '.join(parts)} GPUs. The best of 2bw is at most {100 * gain:.0f}% "
             f"faster than the best that flushes, on {where:,} GPUs. {verdict}"
         )
+        lines.append(fill(line, _PROSE, subsequent_indent="  "))
     return "\n".join(lines)
 
 
@@ -233,9 +236,11 @@ def page_with(tables: dict[str, str], page: str) -> str:
 
     Raises ValueError if marks and tables do not correspond.
     """
-    found = re.findall(r"<!-- table: (\w+) -->", page)
-    if sorted(found) != sorted(tables):
-        raise ValueError(f"the page has marks for the tables {found}, and there are {sorted(tables)}; give each a mark")
+    found = re.findall(r"<!-- (?:table: (\w+)|end) -->", page)  # an end is empty
+    if sorted(found[::2]) != sorted(tables) or found[1::2] != [""] * len(tables):
+        raise ValueError(
+            f"the page's marks are {found}, and the tables are {sorted(tables)}; give each table both its marks"
+        )
     for name, table in tables.items():
         marks = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         page = re.sub(marks, lambda marks, table=table: f"{marks[1]}{table}\n{marks[2]}", page, flags=re.DOTALL)

@@ -128,10 +128,22 @@ def test_schedules_that_compute_alike_take_alike():
         assert mfu == sorted(mfu, reverse=True)
 
 
-def test_marks_and_tables_have_to_correspond():
-    """A table without its place in the page, or a place without its table, is an error."""
-    with pytest.raises(ValueError, match=r"marks for the tables \['one'\], and there are \['two'\]"):
-        scaling.page_with({"two": ""}, "<!-- table: one -->\n<!-- end -->")
-    assert scaling.page_with({"one": "| a |"}, "<!-- table: one -->\nold\n<!-- end -->\n") == (
-        "<!-- table: one -->\n| a |\n<!-- end -->\n"
-    )
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- table: two -->\n<!-- end -->",
+        "<!-- table: one -->\nold\n",
+        "<!-- table: one -->\nold <!-- end\n-->",
+        "<!-- table: one -->\n<!-- table: one -->\n<!-- end -->",
+        "<!-- table: one -->\n<!-- end -->\n<!-- end -->",
+    ],
+)
+def test_marks_and_tables_have_to_correspond(page):
+    """A table without its place in the page, or a place without its table or its end, is an error."""
+    with pytest.raises(ValueError, match=r"and the tables are \['one'\]; give each table both its marks"):
+        scaling.page_with({"one": "| a |"}, page)
+
+
+def test_a_table_takes_its_place():
+    page = "<!-- table: one -->\nold\n<!-- end -->\n"
+    assert scaling.page_with({"one": "| a |"}, page) == "<!-- table: one -->\n| a |\n<!-- end -->\n"
