@@ -5,7 +5,7 @@
     python tools/grid_search.py sweep --cluster H100 --gpus 8,16,32 --sequence-lengths 2048,8192 @model.flags
 
 Each point is a `search`, of which the best counts, and takes its options. A batch has equally many tokens at each
-sequence length, so it has fewer sequences where they are longer. docs/grid_search.md says what the knee is.
+sequence length, so it has fewer sequences where they are longer. docs/sweep.md says what the knee is.
 """
 
 import argparse
