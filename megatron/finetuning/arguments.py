@@ -59,6 +59,12 @@ def validate(args: argparse.Namespace) -> None:
             "--gradient_checkpointing recomputes activations, and --no_recompute keeps them; leave one out"
         )
     args.no_recompute |= args.gradient_checkpointing is False
+    if args.no_recompute and args.pipeline_schedule == "ftpipe":
+        flag = "--no_recompute" if args.gradient_checkpointing is None else "--gradient_checkpointing false"
+        raise ValueError(
+            f"{flag}: ftpipe recomputes, since its backwards use newer weights than its forwards; leave it out, or give "
+            "--pipeline_schedule flush"
+        )
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -346,7 +352,7 @@ def _add_pipeline(group) -> None:
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
     add("--data_parallel_size", type=count, default=1, help="replicas of the pipeline, which share each batch")
-    add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
+    add("--no_recompute", action="store_true", help="keep activations instead (not ftpipe and l2l)")
     add_relay(add)
     freezing_arguments.add_freezing(add)
     add("--gradient_checkpointing", action="store_true", default=None, help="recompute, which is the default")

@@ -62,6 +62,8 @@ def test_clipping_follows_the_schedule():
         ("--pipeline_schedule l2l --partition P.json", "--partition P.json: under l2l the layers are the stages"),
         ("--pipeline_schedule l2l --fp16", "--fp16 needs a loss scale, and l2l has none; give --bf16"),
         ("--pipeline_schedule l2l --no_recompute", "--no_recompute: l2l recomputes"),
+        ("--no_recompute", "--no_recompute: ftpipe recomputes, since .* or give --pipeline_schedule flush"),
+        ("--gradient_checkpointing false", "--gradient_checkpointing false: ftpipe recomputes"),
         ("--pipeline_schedule l2l --load_in_4bit", "--load_in_4bit packs frozen weights, and here all weights"),
         ("--pipeline_schedule l2l --load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit choose two"),
         (
@@ -173,7 +175,7 @@ def test_recomputation_is_the_default():
         ("", False), ("--gradient_checkpointing", False), ("--gradient_checkpointing false", True),
         ("--no_recompute", True), ("--no_recompute false", False),
     ):  # fmt: skip
-        assert parse_args([*LEAST, *argv.split()]).no_recompute == keeps
+        assert parse_args([*LEAST, "--pipeline_schedule", "flush", *argv.split()]).no_recompute == keeps
 
 
 def test_a_strategy_asks_for_evaluations():
