@@ -6,7 +6,7 @@
 #   GPUS_PER_NODE=8 PP=4 bash examples/pretrain_t5_2bw.sh CHECKPOINTS VOCAB_FILE DATA_PREFIX [LOGS]
 #
 # DATA_PREFIX is what tools/preprocess_data.py --split-sentences wrote, without .bin. Data parallel size =
-# GPUS_PER_NODE / (TP x PP). SCHEDULE is 2bw, flush, gpipe or bpipe; LAYERS (of each stack), HIDDEN, HEADS, SEQUENCE,
+# GPUS_PER_NODE / (TP x PP). SCHEDULE is 2bw, flush, zb-h1 or the like; LAYERS (of each stack), HIDDEN, HEADS, SEQUENCE,
 # TARGET, MICRO_BATCH, GLOBAL_BATCH, ITERATIONS, LEARNING_RATE and PRECISION (--bf16, --fp16, or empty for FP32) change the run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Llama-3 8B on 8 H100, with the model, the batch and the rates of Megatron-LM's example, in bf16:
 # https://github.com/NVIDIA/Megatron-LM/blob/d98e8a64ddf34856e74b24714e3bedb2f5a39553/examples/llama/train_llama3_8b_h100_fp8.sh
-# Two stages of four replicas, in the place of eight replicas.
+# Two stages and four replicas, in place of eight replicas.
 program=pretrain_gpt.py gpu=H100 num_gpus=8
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 TP="${TP:-1}" PP="${PP:-2}" CP="${CP:-1}" MICRO_BATCH="${MICRO_BATCH:-1}" GLOBAL_BATCH="${GLOBAL_BATCH:-128}"
