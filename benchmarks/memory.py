@@ -1,6 +1,6 @@
 """The most that each stage of a pipeline holds at a time, counted in a real run, beside the numbers of the checker.
 
-    python benchmarks/memory.py                      # 4 processes, about a minute; a table
+    python benchmarks/memory.py                      # 4 processes, under a minute; a table
     python benchmarks/memory.py --json result.json
 
 A tiny GPT of megatron.core trains on 4 stages under each schedule. Counted on every rank while it runs:

@@ -1,6 +1,6 @@
 """The time to change a run's degrees, with its state moved through the ranks' memory or by a checkpoint on tmpfs.
 
-    python benchmarks/transition.py                             # about 4 minutes, 4 processes
+    python benchmarks/transition.py                             # about 5 minutes, 4 processes
     python benchmarks/transition.py --hidden-size 128 --layers 4 --repeats 1
     python benchmarks/transition.py --json found.json
 

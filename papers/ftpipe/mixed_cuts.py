@@ -1,6 +1,6 @@
 """The models on which mixed stages beat sequential ones, and where their gain ends.
 
-    python -m papers.ftpipe.mixed_cuts                            # about 15 minutes of one core; tables, nothing runs
+    python -m papers.ftpipe.mixed_cuts                            # tables; far longer than the one of docs/partition.md
     python -m papers.ftpipe.mixed_cuts "Whisper-small" --devices 4 --rooms 1.5 --units layers --measure 0.08
     python -m papers.ftpipe.mixed_cuts "T5-base, 512 to 4 tokens" --devices 4 --rooms 1.1 1.2 1.4 2 none
 

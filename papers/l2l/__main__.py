@@ -1,6 +1,6 @@
 """The relay (`--pipeline-schedule l2l`): its lanes, its memory, its speed, and the time of the host's optimizer.
 
-    python -m papers.l2l lanes        # about 6 minutes; stages and lanes that sleep
+    python -m papers.l2l lanes        # about 8 minutes; stages and lanes that sleep
     python -m papers.l2l --help       # the other parts; each has a --help and a --json FILE
 
 lanes      Stages, fetches, stores, reductions and updates sleep on the threads on which the real ones work; engine,
