@@ -62,8 +62,8 @@ def validate(args: argparse.Namespace) -> None:
     if args.no_recompute and args.pipeline_schedule == "ftpipe":
         flag = "--no_recompute" if args.gradient_checkpointing is None else "--gradient_checkpointing false"
         raise ValueError(
-            f"{flag}: ftpipe recomputes, since its backwards use newer weights than its forwards; leave it out, or give "
-            "--pipeline_schedule flush"
+            f"{flag}: ftpipe recomputes, since its backwards use newer weights than its forwards; leave it out, or "
+            "give --pipeline_schedule flush"
         )
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:

@@ -15,9 +15,8 @@ import torch
 from megatron import backend
 from megatron.capture.tensors import state_of_tensors
 from megatron.finetuning import checkpoint
-from megatron.finetuning.adapter_arguments import has_adapter
+from megatron.finetuning.adapter_arguments import MERGED, has_adapter
 from megatron.finetuning.adapters import AdapterTensors
-from megatron.finetuning.adapter_arguments import MERGED
 from megatron.finetuning.arguments import (
     LOSS_SCALE,
     SOFTENING,
