@@ -137,7 +137,7 @@ def _decodes(tokenizer, token: int) -> bool:
 
 def generate(options: argparse.Namespace) -> int:
     """Load the model, generate and print. Returns the exit status. Raises ValueError for an error of the user."""
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    prompt = _read() if options.prompt is None else options.prompt
     require_characters(prompt, "the prompt")
     args = training_arguments(options)
     from megatron.trainer.start_up.initialize import left_in_order
@@ -145,6 +145,24 @@ def generate(options: argparse.Namespace) -> int:
     with left_in_order():
         _generate(args, options, prompt)
     return 0
+
+
+def _read() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is no UTF-8 text ({error.reason}); convert it") from error
+
+
+def _prompt_ids(tokenizer, prompt: str) -> list[int]:
+    """The prompt's tokens; of an empty one the end-of-document token, if there is any."""
+    end = getattr(tokenizer, "eod", None)
+    try:
+        ids = list(tokenizer.tokenize(prompt)) if prompt else []
+    except Exception as error:  # each tokenizer library raises errors of its own classes
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"the prompt cannot be tokenized: {reason}; give one that the tokenizer can read") from error
+    return ids or ([] if end is None else [end])
 
 
 def _generate(args: TrainConfig, options: argparse.Namespace, prompt: str) -> None:
@@ -157,7 +175,7 @@ def _generate(args: TrainConfig, options: argparse.Namespace, prompt: str) -> No
         model, num_positions=args.max_position_embeddings, vocab_size=vocab_size, device=backend.device()
     )
     end = getattr(tokenizer, "eod", None)
-    prompt_ids = list(tokenizer.tokenize(prompt)) or ([end] if end is not None else [])
+    prompt_ids = _prompt_ids(tokenizer, prompt)
     generated: list[int] = []
 
     def tokens() -> Iterator[int]:

@@ -214,3 +214,28 @@ def test_a_prompt_with_half_a_character(capsys):
 
     assert text_generation.main(["--load", "nowhere", "--prompt", "a\udcff"]) == 2
     assert "error: the prompt has the lone surrogate \\udcff at character 2" in capsys.readouterr().err
+
+
+def test_standard_input_of_other_bytes(capsys, monkeypatch):
+    """Bytes that are no UTF-8 are refused before anything is loaded."""
+    from megatron.commands import text_generation
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert text_generation.main(["--load", "nowhere"]) == 2
+    assert "error: standard input is no UTF-8 text (invalid start byte); convert it" in capsys.readouterr().err
+
+
+def test_prompts_that_a_tokenizer_cannot_take():
+    """An empty one begins a document; another is refused in a sentence."""
+    from megatron.commands import text_generation
+
+    class Numbers:
+        eod = 9
+
+        def tokenize(self, text):
+            return [int(word) for word in text.split(" ")]
+
+    assert text_generation._prompt_ids(Numbers(), "") == [9]
+    assert text_generation._prompt_ids(Numbers(), "1 2") == [1, 2]
+    with pytest.raises(ValueError, match=r"^the prompt cannot be tokenized: invalid literal .*; give one that"):
+        text_generation._prompt_ids(Numbers(), "one")
