@@ -42,6 +42,7 @@ from megatron.processes import MARK, end_marked, end_with_parent, mark_of
 _POLL = 0.1
 _GRACE = 30.0  # seconds between SIGTERM, at which training saves, and SIGKILL
 _BEAT = 1.0  # seconds between the launchers' signs of life, and between looks for processes that are declared lost
+_LAST_PORT = 65535
 _NODE_TIMEOUT = 30.0  # seconds of silence after which a node's result is no longer awaited
 
 
@@ -215,9 +216,11 @@ class _Node:
         """Wait for the other nodes. Raises _JobFailed if no process of the job has ended well."""
         status, sentence = (self.failure[1], self.failure[0]) if self.failure else (0, "")
         nodes = range(self.options.nnodes)
-        self.board.write(f"result/{self.options.node_rank}", f"{self.num_ended_well} {status} {sentence}")
+        own = f"result/{self.options.node_rank}"
         watch, results = Watch(_BEAT), {}
         while True:
+            if results.get(self.options.node_rank) is None:  # again where the store was silent
+                self.board.write(own, f"{self.num_ended_well} {status} {sentence}")
             results |= {node: self.board.read(f"result/{node}") for node in nodes if results.get(node) is None}
             silent = [node for node in nodes if results[node] is None and watch.silence(str(node)) > _NODE_TIMEOUT]
             if all(results[node] is not None or node in silent for node in nodes):
@@ -302,6 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.node_rank >= options.nnodes:
         raise ValueError(f"--node-rank {options.node_rank} is not below --nnodes {options.nnodes}; number nodes from 0")
+    if options.master_port > _LAST_PORT:
+        raise ValueError(f"--master-port {options.master_port} is no port; give one up to {_LAST_PORT}, or 0 for any")
     if options.nnodes > 1 and options.master_port == 0:
         raise ValueError("--nnodes above 1 needs --master-addr and --master-port, at which all nodes find node 0")
     return run(options)

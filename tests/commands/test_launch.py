@@ -1,5 +1,6 @@
 """The launcher: who dies takes the job along or not, as the job wants it; nothing of it is left."""
 
+import argparse
 import contextlib
 import os
 import re
@@ -207,6 +208,7 @@ def test_ranks_go_with_a_launcher_that_is_killed(tmp_path):
     [
         (["--nproc-per-node", 1, "--node-rank", 1, JOB], "--node-rank 1 is not below --nnodes 1; number nodes from 0"),
         (["--nproc-per-node", 1, "--nnodes", 2, JOB], "--nnodes above 1 needs --master-addr and --master-port"),
+        (["--nproc-per-node", 1, "--master-port", 99999, JOB], "--master-port 99999 is no port; give one up to 65535"),
     ],
 )
 def test_what_cannot_be_started_is_refused(tmp_path, arguments, sentence):
@@ -219,3 +221,30 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         port = taken.getsockname()[1]
         status, output = run(tmp_path, "--nproc-per-node", 1, "--master-port", port, JOB, "environment")
     assert status == 1 and f"no store can be opened at 127.0.0.1:{port}; choose another --master-port" in output
+
+
+class ForgetfulBoard:
+    """A board whose store is silent at the first question; a test that asks too often is ended."""
+
+    is_lost, silent_seconds = False, 0.0
+
+    def __init__(self) -> None:
+        self.notices: dict[str, str] = {}
+        self.num_asked = 0
+
+    def write(self, name: str, text: str) -> None:
+        self.num_asked += 1
+        assert self.num_asked < 20, "the launcher waits for what it has not written"
+        if self.num_asked > 1:
+            self.notices[name] = text
+
+    def read(self, name: str) -> str | None:
+        return self.notices.get(name)
+
+
+def test_a_result_that_the_store_has_not_taken_is_written_again(tmp_path, monkeypatch):
+    """Else the launchers of all nodes would wait for it, since this one gives signs of life."""
+    monkeypatch.setattr(launch, "_BEAT", 0.01)
+    node = launch._Node(argparse.Namespace(nnodes=1, node_rank=0), tmp_path, 0, ForgetfulBoard(), num_ended_well=1)
+    node.result()
+    assert node.board.notices["result/0"] == "1 0 "
