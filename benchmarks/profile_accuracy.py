@@ -37,7 +37,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.trainer.plan.command import model_argv
-from megatron.trainer.profile.session import Session
+from megatron.trainer.profile.session import ProfilingSession
 
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 0.05
@@ -147,7 +147,7 @@ def predictions(cases: list[Case], argv: tuple[str, ...], args: argparse.Namespa
     """Predict the seconds of an iteration of each case, from a new profile of the blocks that these degrees need."""
     tensor, pipeline = cases[0].configuration.tensor, cases[0].configuration.pipeline
     weights = (FLUSH, TWO_BW) if pipeline > 1 else (FLUSH,)
-    profile = Session(
+    profile = ProfilingSession(
         architecture="gpt", argv=argv, sequence_parallel=False, processes=tensor * pipeline, threads=1,
         tensors=(tensor,), micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,), weights=weights,
         layers=tuple(args.layers), iterations=args.profile_iterations, rounds=args.profile_rounds,

@@ -41,7 +41,7 @@ from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile
 from megatron.trainer.arguments.platform import assumed_platform
 from megatron.trainer.plan.command import Job, model_argv
-from megatron.trainer.profile.session import Session
+from megatron.trainer.profile.session import ProfilingSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def shape_name(size: Size) -> str:
 
 def profiled(shape: Size, plan: Plan, tasks: Tasks) -> Profile:
     """Profile the blocks of a shape. Raises ValueError if one cannot be measured."""
-    session = Session(
+    session = ProfilingSession(
         architecture="gpt", argv=model_argv(shape.argv(), architecture="gpt"), sequence_parallel=False, processes=1,
         threads=plan.threads, tensors=(1,), micro_batch_sizes=tuple(plan.micro_batches), scopes=(RecomputeScope.NONE,),
         weights=(FLUSH,), layers=plan.profiled_layers, iterations=plan.profiled, rounds=1,

@@ -32,7 +32,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread, StageTime
 from megatron.trainer.plan.command import model_argv
-from megatron.trainer.profile.session import Session
+from megatron.trainer.profile.session import ProfilingSession
 
 _POLICIES = {policy.name: policy for policy in (FLUSH, TWO_BW)}
 _SCOPES = {scope.value: scope for scope in RecomputeScope}
@@ -82,11 +82,11 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _session(options: argparse.Namespace) -> Session:
+def _session(options: argparse.Namespace) -> ProfilingSession:
     argv, architecture, notes = read_argv(options)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    return Session(
+    return ProfilingSession(
         architecture=architecture,
         argv=model_argv(argv, architecture=architecture),
         sequence_parallel="--sequence-parallel" in argv,
@@ -119,7 +119,7 @@ def _processes(wanted: int | None) -> int:
     return wanted or num_devices
 
 
-def _measure(session: Session) -> Profile:
+def _measure(session: ProfilingSession) -> Profile:
     errors = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

@@ -18,7 +18,7 @@ from itertools import accumulate, chain
 from megatron.partition.exact import cut_sequentially, improve
 from megatron.partition.graph import Graph, Partition, Valuation, evaluate, in_order, stage_edges, stage_graph
 from megatron.partition.mixed import Found, merge_stages, mix, stages_of_devices
-from megatron.partition.refine import Budget, refine
+from megatron.partition.refine import PriceBudget, refine
 from megatron.partition.units import PartitionState, Units, compiled, partition_of
 
 # --- METIS ------------------------------------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ def compete(
     if "sequential" in methods:
         enter("sequential", _sequential)
     if "mixed" in methods:
-        common_budget = None if seconds is None else Budget(math.inf, ends_at=ends_at)
+        common_budget = None if seconds is None else PriceBudget(math.inf, ends_at=ends_at)
         for stages in range(1, max_stages_per_device + 1):
             name, least = f"mixed L={stages * graph.num_devices}", min(map(milliseconds_of, results), default=math.inf)
             if results and common_budget is None:
                 saved = max(0.0, least - graph.bound_ms) / 1000 * num_microbatches
-                common_budget = Budget(SHARE * saved / _seconds_of_a_price(graph))
+                common_budget = PriceBudget(SHARE * saved / _seconds_of_a_price(graph))
             if least <= graph.bound_ms * alike:
                 failures[name] = f"not searched, since the best so far is within {alike - 1:.2%} of the bound"
             elif common_budget is not None and results and common_budget.spent:
@@ -279,7 +279,7 @@ class _Mixed:
     most_stages: int
     seed: int
     effort: float
-    common_budget: Budget | None
+    common_budget: PriceBudget | None
     progress: Callable[[str], None]
     found: Found | None = None
 
@@ -313,7 +313,7 @@ def _milp(units: Units, partition: Partition, seconds: float) -> tuple[Partition
     if found is None:
         raise ValueError(f"HiGHS found nothing in {seconds:g} s; give it more")
     state = PartitionState(units, found.stage_of, found.device_of)
-    refine(state, Budget(20_000))
+    refine(state, PriceBudget(20_000))
     return partition_of(units, state.stage_of, state.device_of), "around the best of the others"
 
 

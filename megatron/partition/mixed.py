@@ -15,7 +15,7 @@ import networkx
 
 from megatron.partition.coarsen import COARSENINGS, without_trifles
 from megatron.partition.graph import Graph, Partition, evaluate, in_order, stage_edges, stage_graph
-from megatron.partition.refine import Budget, kick, refine
+from megatron.partition.refine import PriceBudget, kick, refine
 from megatron.partition.units import PICOSECONDS, PartitionState, Placed, Score, Units
 
 ORDERS = {
@@ -183,7 +183,7 @@ def mix(
     *,
     seed: int = 0,
     effort: float = 1.0,
-    common_budget: Budget | None = None,
+    common_budget: PriceBudget | None = None,
     before: Found | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found | None:
@@ -200,21 +200,21 @@ def mix(
     for number, start in enumerate(starts):
         progress(f"L = {num_stages}, start {number + 1} of {len(starts)}")
         state = PartitionState(units, start.placed.stage_of, start.placed.device_of)
-        score = refine(state, Budget(PRICES_PER_START, of=common_budget), enough=enough)
+        score = refine(state, PriceBudget(PRICES_PER_START, of=common_budget), enough=enough)
         found.setdefault(score, Found(score, state.placed(), start.start))  # of equal scores the first is kept
         if not score.excess and score.worst <= enough:
             return found[score]
     best = []
     for each in sorted(found.values(), key=lambda each: each.score)[:KEPT]:
         progress(f"L = {num_stages}, from {each.score.worst / PICOSECONDS:.3f} ms")
-        budget = Budget(int(effort * PRICES_OF_KICKS / KEPT), of=common_budget)
+        budget = PriceBudget(int(effort * PRICES_OF_KICKS / KEPT), of=common_budget)
         best.append(_kicked(units, each, random.Random(seed), budget, effort * PATIENCE, enough))
     fitting = [each for each in best if not each.score.excess]
     return min(fitting, key=lambda each: each.score, default=None)
 
 
 def _starts(
-    units: Units, num_stages: int, most_stages: int, enough: float, common_budget: Budget | None,
+    units: Units, num_stages: int, most_stages: int, enough: float, common_budget: PriceBudget | None,
     progress: Callable[[str], None],
 ) -> list[Found]:  # fmt: skip
     """The best refined partitions of coarse units, expressed in fine units."""
@@ -231,13 +231,15 @@ def _starts(
                 continue
             seen.add(placed)
             state = PartitionState(coarse, placed.stage_of, placed.device_of)
-            score = refine(state, Budget(PRICES_PER_START, of=common_budget), enough=enough)
+            score = refine(state, PriceBudget(PRICES_PER_START, of=common_budget), enough=enough)
             stage_of = tuple(state.stage_of[each] for each in coarse_of)
             found.append(Found(score, Placed(stage_of, tuple(state.device_of)), f"{name}, {order}"))
     return sorted(found, key=lambda each: each.score)[:REFINED]
 
 
-def _kicked(units: Units, start: Found, rng: random.Random, budget: Budget, patience: float, enough: float) -> Found:
+def _kicked(
+    units: Units, start: Found, rng: random.Random, budget: PriceBudget, patience: float, enough: float
+) -> Found:
     best, state = start, PartitionState(units, start.placed.stage_of, start.placed.device_of)
     gained_at = budget.left
     while not budget.spent and (best.score.excess or best.score.worst > enough):

@@ -21,7 +21,7 @@ MOST_SWAPS = 300
 """The most swaps that are priced in a round. The swaps with the best estimated times are priced first."""
 
 
-class Budget:
+class PriceBudget:
     """The number of partitions that a search may price, which does not depend on the machine's speed.
 
     Args:
@@ -30,7 +30,7 @@ class Budget:
         ends_at: the time limit, as a value of `time.monotonic`, if the user limits seconds.
     """
 
-    def __init__(self, prices: float, *, of: "Budget | None" = None, ends_at: float = math.inf) -> None:
+    def __init__(self, prices: float, *, of: "PriceBudget | None" = None, ends_at: float = math.inf) -> None:
         self._left, self._of, self._ends_at = prices, of, ends_at
 
     @property
@@ -49,7 +49,7 @@ class Budget:
         return self._left <= 0 or is_late or (self._of is not None and self._of.spent)
 
 
-def refine(state: PartitionState, budget: Budget, *, enough: float = 0.0) -> Score:
+def refine(state: PartitionState, budget: PriceBudget, *, enough: float = 0.0) -> Score:
     """Improve `state` in place until a local optimum, the end of the budget, or an objective of `enough`
     picoseconds."""
     score = state.score()
@@ -88,7 +88,7 @@ Tries = Iterator[tuple[Score, Steps]]
 """Steps that were made, priced and taken back, with the score after them."""
 
 
-def _tried(state: PartitionState, budget: Budget, moves: Iterable[tuple[int, int]]) -> Tries:
+def _tried(state: PartitionState, budget: PriceBudget, moves: Iterable[tuple[int, int]]) -> Tries:
     """Try each of `moves`, (unit, stage), by itself."""
     for unit, stage in moves:
         back = state.stage_of[unit]
@@ -119,7 +119,7 @@ def _undo(state: PartitionState, steps: Steps) -> None:
         state.move(unit, back)
 
 
-def _move(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+def _move(state: PartitionState, score: Score, budget: PriceBudget) -> Score | None:
     """Make the best move of one unit off the busiest device, or of a reader onto one of its stages, if that stage sends
     for longer than the device computes."""
     return _best(state, score, _tried(state, budget, _moves_off(state, _busiest(state))))
@@ -141,7 +141,7 @@ def _moves_off(state: PartitionState, device: int) -> Iterator[tuple[int, int]]:
                         yield reader, stage
 
 
-def _slide(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+def _slide(state: PartitionState, score: Score, budget: PriceBudget) -> Score | None:
     """Move the first or the last units of a stage of the busiest device, one after another, to a stage of another
     device, or units of that stage to this one. The best state on the way is kept."""
     device = _busiest(state)
@@ -156,7 +156,7 @@ def _slide(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     return None
 
 
-def _slide_between(state: PartitionState, score: Score, budget: Budget, source: int, target: int) -> Score | None:
+def _slide_between(state: PartitionState, score: Score, budget: PriceBudget, source: int, target: int) -> Score | None:
     moved: list[int] = []
     best, length = score, 0
     for unit in sorted(state.members[source], reverse=target > source):
@@ -175,7 +175,7 @@ def _slide_between(state: PartitionState, score: Score, budget: Budget, source: 
     return best if length else None
 
 
-def _swap_devices(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+def _swap_devices(state: PartitionState, score: Score, budget: PriceBudget) -> Score | None:
     """Make the best exchange of devices between a stage of the busiest device and a stage of another device."""
     device, holds = _busiest(state), list(state.device_of)
     best: tuple[Score, list[int]] = (score, holds)
@@ -211,7 +211,7 @@ def _promises(state: PartitionState, one: int, other: int, score: Score) -> bool
     return after <= score.worst
 
 
-def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+def _swap(state: PartitionState, score: Score, budget: PriceBudget) -> Score | None:
     """Exchange a unit of the busiest device with a unit of another device. Pairs that balance the two devices best are
     tried first."""
     device, units = _busiest(state), state.units
@@ -279,7 +279,7 @@ def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps
         target += direction
 
 
-def _passed(state: PartitionState, budget: Budget, locked: Set[int] = frozenset()) -> Tries:
+def _passed(state: PartitionState, budget: PriceBudget, locked: Set[int] = frozenset()) -> Tries:
     """Try each pass of work (`_passes`) that begins at a stage of the busiest device, up to the first locked unit."""
     for stage in _stages_on(state, _busiest(state)):
         for direction in (-1, 1):
@@ -293,12 +293,12 @@ def _passed(state: PartitionState, budget: Budget, locked: Set[int] = frozenset(
             _undo(state, steps)
 
 
-def _pass_on(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+def _pass_on(state: PartitionState, score: Score, budget: PriceBudget) -> Score | None:
     """Make the best pass of work that begins at a stage of the busiest device."""
     return _best(state, score, _passed(state, budget))
 
 
-def _chain(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+def _chain(state: PartitionState, score: Score, budget: PriceBudget) -> Score | None:
     """Make several steps in a row, each the best step off the device that is then the busiest, even if it is worse.
 
     No unit moves twice. The best state on the way is kept if it is better than the start. So one long unit can be

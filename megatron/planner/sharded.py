@@ -54,7 +54,7 @@ from megatron.planner.time.iteration import CostModel, IterationTime
 from megatron.planner.time.links import Ring
 
 
-class Lane(Enum):
+class GpuLane(Enum):
     COMPUTE = "compute"
     NETWORK = "network"
 
@@ -63,7 +63,7 @@ class Lane(Enum):
 class Task:
     """A task of a lane. `after`: the indices of the tasks that it waits for, which come before it in the list."""
 
-    lane: Lane
+    lane: GpuLane
     name: str
     seconds: float
     after: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Task:
 def ends(tasks: Sequence[Task]) -> list[float]:
     """The second at which each task ends, if the first starts at 0."""
     found: list[float] = []
-    free = dict.fromkeys(Lane, 0.0)
+    free = dict.fromkeys(GpuLane, 0.0)
     for task in tasks:
         start = free[task.lane]
         for other in task.after:
@@ -202,21 +202,21 @@ class _Tasks:
                 f"backward {layer}", costs.layer.backward, beside, previous, again[layer], room,
                 waits=costs.host * (1 + costs.times_again * regathers),
             )  # fmt: skip
-            reduced.append(self._add(Lane.NETWORK, f"reduce layer {layer}", costs.reduce + costs.host, (previous,)))
+            reduced.append(self._add(GpuLane.NETWORK, f"reduce layer {layer}", costs.reduce + costs.host, (previous,)))
         previous = self._compute("backward embedding", costs.embedding.backward, costs.reduce, previous)
-        self._add(Lane.NETWORK, "reduce root", costs.root_reduce, (previous,))
+        self._add(GpuLane.NETWORK, "reduce root", costs.root_reduce, (previous,))
 
     def _compute(self, name: str, seconds: float, beside: float, *after: int | None, waits: float = 0.0) -> int:
         """Add a computation. `beside`: seconds of the collectives that run meanwhile. `waits`: seconds of the host's
         work before it."""
         lost = self.costs.contention * min(beside, seconds)
         places = tuple(each for each in after if each is not None)
-        return self._add(Lane.COMPUTE, name, seconds + lost + waits, places)
+        return self._add(GpuLane.COMPUTE, name, seconds + lost + waits, places)
 
     def _gather(self, what: str, seconds: float, after: tuple[int, ...], *, times: int = 1) -> int:
-        return self._add(Lane.NETWORK, f"gather {what}", times * (seconds + self.costs.host), after)
+        return self._add(GpuLane.NETWORK, f"gather {what}", times * (seconds + self.costs.host), after)
 
-    def _add(self, lane: Lane, name: str, seconds: float, after: tuple[int, ...]) -> int:
+    def _add(self, lane: GpuLane, name: str, seconds: float, after: tuple[int, ...]) -> int:
         self.found.append(Task(lane, name, seconds, after))
         return len(self.found) - 1
 

@@ -31,7 +31,7 @@ from benchmarks.common.tables import terminal
 from megatron.partition import CompeteResult, Graph, Partition, compete, evaluate
 from megatron.partition.graph import stage_edges
 from megatron.partition.mixed import merge_stages
-from megatron.partition.refine import Budget, refine
+from megatron.partition.refine import PriceBudget, refine
 from megatron.partition.units import PartitionState, compiled, partition_of
 from papers.ftpipe.partition_units_graphs import (
     CASES,
@@ -162,7 +162,7 @@ def _refined(graph: Graph, partition: Partition) -> Partition:
     units = compiled(graph, [node for node, stage in partition.stage_of_node.items() if not quotient.out_degree(stage)])
     stage_of = [number[partition.stage_of_node[nodes[0]]] for nodes in units.nodes]
     state = PartitionState(units, stage_of, [partition.device_of_stage[stage] for stage in number])
-    refine(state, Budget(20_000))
+    refine(state, PriceBudget(20_000))
     found = partition_of(units, state.stage_of, state.device_of)
     try:
         return merge_stages(graph, found)

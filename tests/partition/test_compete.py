@@ -6,7 +6,7 @@ import pytest
 
 from megatron.partition import compete, evaluate, parse_graph
 from megatron.partition.coarsen import COARSENINGS
-from megatron.partition.refine import Budget, refine
+from megatron.partition.refine import PriceBudget, refine
 from megatron.partition.units import PartitionState, compiled
 from tests.partition import graphs
 
@@ -59,13 +59,13 @@ def test_no_search_where_nothing_can_be_won():
 
 
 def test_a_search_takes_from_the_budget_of_all():
-    common_budget = Budget(10)
-    one, other = Budget(6, of=common_budget), Budget(6, of=common_budget)
+    common_budget = PriceBudget(10)
+    one, other = PriceBudget(6, of=common_budget), PriceBudget(6, of=common_budget)
     one.left -= 6
     assert one.spent and not other.spent and common_budget.left == 4
     other.left -= 4
     assert other.spent and other.left == 2
-    assert Budget(5, ends_at=0.0).spent
+    assert PriceBudget(5, ends_at=0.0).spent
 
 
 def test_only_mixed_fits():
@@ -142,7 +142,7 @@ def test_coarsening_makes_no_circle(name):
         assert sorted(set(stages)) == list(range(1 + max(stages))) and max(stages) >= 1
         state = PartitionState(units, stages, [stage % units.num_devices for stage in range(1 + max(stages))])
         before = state.score()
-        after = refine(state, Budget(2000))
+        after = refine(state, PriceBudget(2000))
         assert not before.better_than(after) and after == PartitionState(units, state.stage_of, state.device_of).score()
 
 

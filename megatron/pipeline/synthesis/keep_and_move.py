@@ -16,7 +16,7 @@ from itertools import product
 
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.synthesis.improve import accepts, changed_words
-from megatron.pipeline.synthesis.moved_rows import Ahead, MovedProgram, Mover, word_of
+from megatron.pipeline.synthesis.moved_rows import Lead, MovedProgram, Mover, word_of
 from megatron.pipeline.synthesis.moves import relaxed
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.search import CHANGES, Synthesis, goes_on, part_of_round, with_moves
@@ -26,8 +26,8 @@ from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
 _MOST = 3  # the most microbatches that a change keeps or recomputes
-_AHEAD = tuple(Ahead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8), (0, 3, 6, 12)))
-_FIRST = tuple(Ahead(*each) for each in ((2, 2), (4, 4), (8, 4), (2, 2, 3), (2, 4, 6), (4, 4, 12)))  # for all choices
+_AHEAD = tuple(Lead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8), (0, 3, 6, 12)))
+_FIRST = tuple(Lead(*each) for each in ((2, 2), (4, 4), (8, 4), (2, 2, 3), (2, 4, 6), (4, 4, 12)))  # for all choices
 _BEGUN = 3  # the number of programs that are changed at random
 
 
@@ -80,7 +80,7 @@ def _cost(each: _Either) -> tuple[float, int]:
 
 
 def _made(
-    mover: Mover, choices: Iterable[tuple[Problem, str, Words]], aheads: Sequence[Ahead], until: float
+    mover: Mover, choices: Iterable[tuple[Problem, str, Words]], aheads: Sequence[Lead], until: float
 ) -> Iterator[_Either]:
     """Yield the fastest program that the pass makes of each choice, if one keeps the limits."""
     for problem, name, words in choices:

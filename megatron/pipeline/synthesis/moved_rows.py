@@ -36,7 +36,7 @@ _Saved = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Lead:
     """How early microbatches move, in computations of the rank.
 
     Attributes:
@@ -68,7 +68,7 @@ class MovedProgram:
     words: Words
     program: Program
     seconds: float
-    ahead: Ahead
+    ahead: Lead
     begun_with: str
 
     @property
@@ -83,7 +83,7 @@ class Mover:
     def __init__(self, problem: Problem, way: Way) -> None:
         self.problem, self.way = problem, way
         self._pairs, self._others = Pairs(problem.rank_of_stage), pair_ranks(problem) if way is PAIR else None
-        self._rows: dict[tuple[Row, Ahead], Row | None] = {}
+        self._rows: dict[tuple[Row, Lead], Row | None] = {}
         self._held: dict[Row, float] = {}
 
     def keeping(self, problem: Problem) -> "Mover":
@@ -94,7 +94,7 @@ class Mover:
             other._held = {}  # the size of accepted activations depends on the choice at the other rank's stage
         return other
 
-    def moved(self, words: Words, ahead: Ahead, name: str) -> MovedProgram | None:
+    def moved(self, words: Words, ahead: Lead, name: str) -> MovedProgram | None:
         """Return words with moves; None where no moves keep the limits."""
         problem, rows = self.problem, []
         plain = problem.program(words)
@@ -118,7 +118,7 @@ class Mover:
         program = plain.with_rows(tuple(rows))
         return MovedProgram(self.way, words, program, simulate(program, problem.costs).makespan, ahead, name)
 
-    def _row(self, rank: int, row: Row, word: Sequence[int], ahead: Ahead) -> Row | None:
+    def _row(self, rank: int, row: Row, word: Sequence[int], ahead: Lead) -> Row | None:
         most = self.problem.limit_of(rank) * (1 + ROUNDING)
         if self.problem.most_held(rank, word) <= most:
             return row
@@ -176,7 +176,7 @@ class _Row:
         ahead: how far ahead a microbatch leaves and comes back.
     """
 
-    def __init__(self, problem: Problem, way: Way, row: Row, most: float, ahead: Ahead) -> None:
+    def __init__(self, problem: Problem, way: Way, row: Row, most: float, ahead: Lead) -> None:
         self._problem, self._way, self._row, self._most, self._ahead = problem, way, list(row), most, ahead
         self._sizes = [moved_size(problem, stage) for stage in range(problem.num_stages)]
         self._held, self._num_forwards = 0.0, [0] * problem.num_stages

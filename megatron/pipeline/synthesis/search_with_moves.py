@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from megatron.pipeline.synthesis.improve import accepts, changed_words
-from megatron.pipeline.synthesis.moved_rows import Ahead, MovedProgram, Mover
+from megatron.pipeline.synthesis.moved_rows import Lead, MovedProgram, Mover
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
 
-AHEAD = sorted((Ahead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8))), key=lambda each: each.out * each.back)
+AHEAD = sorted((Lead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8))), key=lambda each: each.out * each.back)
 _FIRST = 2  # how many of these are tried with all words
 _KEPT = 6
 SWEEPS = 2
@@ -45,7 +45,7 @@ def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> l
 
 
 def _with(
-    kept: list[MovedProgram], mover: Mover, words: Words, name: str, aheads: Iterable[Ahead], until: float
+    kept: list[MovedProgram], mover: Mover, words: Words, name: str, aheads: Iterable[Lead], until: float
 ) -> list[MovedProgram]:
     """Return the fastest programs among `kept` and those that the pass makes of further words."""
     for ahead in aheads:
@@ -63,13 +63,9 @@ def _best(found: Iterable[MovedProgram]) -> list[MovedProgram]:
 
 
 def changed(
-    mover: Mover,
-    relaxed: Sequence[Problem],
-    kept: list[MovedProgram],
-    bound: float,
-    more: Callable[[int], bool],
+    mover: Mover, relaxed: Sequence[Problem], kept: list[MovedProgram], bound: float, more: Callable[[int], bool],
     seed: int,
-) -> list[MovedProgram]:
+) -> list[MovedProgram]:  # fmt: skip
     """Change programs with moves at random, and return the fastest of all, old and new.
 
     Args:

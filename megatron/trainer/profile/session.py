@@ -43,7 +43,7 @@ _WARMUP = 10  # minimum number of iterations before the timed ones
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class ProfilingSession:
     """The measurements that a user has asked for.
 
     Attributes:

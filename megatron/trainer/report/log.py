@@ -20,7 +20,7 @@ from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.relay.input_stash import DEVICE_PEAK, HOST_PEAK
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.report.log_line import Interval, Progress, by_pipeline_rank, log_line, main_loss
+from megatron.trainer.report.log_line import LogInterval, Progress, by_pipeline_rank, log_line, main_loss
 from megatron.trainer.report.membership_change import MembershipChange
 from megatron.trainer.report.metrics import DEFERRED, LOSS, SAVED_ACTIVATIONS, ByProduct, MetricsFile, flops_per_sample
 
@@ -43,7 +43,7 @@ class Reporter:
         self.writes = args.rank == args.world_size - 1 if writes is None else writes
         self._latest: deque[tuple[BatchReport, Progress]] = deque(maxlen=_LATEST)
         self.membership_change: MembershipChange | None = None  # the latest one
-        self._interval, self._has_begun = Interval(), False
+        self._interval, self._has_begun = LogInterval(), False
         self._peak_memory = 0  # bytes; on CUDA, a relay reads and resets the peak in each batch (RelayLedger)
         self._said = ByProduct("the log", consequence="and more of it is tried")
         self._progress = ByProduct("progress.txt (--log-progress)", consequence="and later lines are tried")
@@ -122,7 +122,7 @@ class Reporter:
             self._record(report, progress, peaks)
         if progress.iteration % self.args.log_interval == 0:
             self.say(log_line(report, progress, self._interval, train_iters=self.args.train_iters, flops=self._flops))
-            self._interval = Interval()
+            self._interval = LogInterval()
 
     def _begin(self, progress: Progress) -> None:
         """Before the first batch, record the arrangement in which a run begins or resumes, if it can change."""

@@ -22,7 +22,7 @@ class Progress:
 
 
 @dataclass
-class Interval:
+class LogInterval:
     """The sums and peaks since the last log line."""
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def by_pipeline_rank(
 def log_line(
     report: BatchReport,
     progress: Progress,
-    interval: Interval,
+    interval: LogInterval,
     *,
     train_iters: int,
     flops: float | None = None,

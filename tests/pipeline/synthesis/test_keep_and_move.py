@@ -20,7 +20,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize, synthesize_keeping
 from megatron.pipeline.synthesis.bound import bound_of_any_recompute, lower_bound
 from megatron.pipeline.synthesis.keep import kept_microbatches
-from megatron.pipeline.synthesis.moved_rows import Ahead, Mover, held_by, most_held
+from megatron.pipeline.synthesis.moved_rows import Lead, Mover, held_by, most_held
 from megatron.pipeline.synthesis.moves import HOST, PAIR, Way
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice, bound_with_moves
 from megatron.pipeline.synthesis.seeds import named_words
@@ -44,7 +44,7 @@ def _programs(problem: Problem, way: Way) -> list[tuple[Problem, Program]]:
     for (_, words), part, at_once in product(named_words(problem), (0.25, 0.5, 0.75), (0, 3)):
         if (kept := kept_microbatches(problem, words, moved=part, ahead=2)) is not None:
             chosen = replace(problem, kept=kept)
-            if (made := Mover(chosen, way).moved(words, Ahead(4, 4, at_once), "")) is not None:
+            if (made := Mover(chosen, way).moved(words, Lead(4, 4, at_once), "")) is not None:
                 found.append((chosen, made.program))
     return [each for each in found if each[0].num_recomputed and _moves(each[1])]
 
@@ -157,7 +157,7 @@ def _trial(problem: Problem, way: Way, chance: random.Random) -> list[float]:
         if seconds == math.inf:
             continue
         program = chosen.program(list(map(list, words)))
-        aheads = [Ahead(*each) for each in ((1, 1), (3, 3), (1, 2, 2))]
+        aheads = [Lead(*each) for each in ((1, 1), (3, 3), (1, 2, 2))]
         moved = [Mover(chosen, way).moved(list(map(list, words)), ahead, "") for ahead in aheads]
         made = [each.program.rows for each in moved if each is not None]
         for _ in range(4):

@@ -18,7 +18,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize
 from megatron.pipeline.synthesis.bound import lower_bound
-from megatron.pipeline.synthesis.moved_rows import Ahead, Mover, held_by, most_held
+from megatron.pipeline.synthesis.moved_rows import Lead, Mover, held_by, most_held
 from megatron.pipeline.synthesis.moves import HOST, PAIR
 from megatron.pipeline.synthesis.moves_bound import bound_with_moves
 from megatron.pipeline.synthesis.seeds import named_words
@@ -90,7 +90,7 @@ def test_the_count_is_that_of_the_checker():
         problem = Problem(rank_of_stage=placement, num_microbatches=8, costs=Costs(), limits=limit)
         mover = Mover(problem, way)
         for _, words in named_words(problem):
-            if (made := mover.moved(words, Ahead(1, 1), "")) is not None:
+            if (made := mover.moved(words, Lead(1, 1), "")) is not None:
                 assert check(made.program).peak_saved_on_rank == most_held(problem, made.program)
                 compared += any(each.kind in MOVES | SWAPS for row in made.program.rows for each in row)
     assert compared > 5
@@ -158,7 +158,7 @@ def test_nothing_beats_the_bound(way):
             if seconds >= least:
                 break
             rows = problem.program(words).rows
-            moved = [mover.moved(list(map(list, words)), Ahead(*ahead), "") for ahead in product((1, 3), (1, 3))]
+            moved = [mover.moved(list(map(list, words)), Lead(*ahead), "") for ahead in product((1, 3), (1, 3))]
             made = [each.program.rows for each in moved if each is not None]
             for _ in range(10):
                 anywhere = [moved_anywhere(row, problem, way, chance) for row in rows]

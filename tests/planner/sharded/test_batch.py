@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.planner.sharded import Lane, Seconds, ShardedCosts, batch_seconds, batch_tasks, ends
+from megatron.planner.sharded import GpuLane, Seconds, ShardedCosts, batch_seconds, batch_tasks, ends
 from tests import workers
 
 COSTS = ShardedCosts(
@@ -16,7 +16,7 @@ COSTS = ShardedCosts(
 
 
 def network(costs: ShardedCosts, num_microbatches: int = 1) -> list[str]:
-    return [task.name for task in batch_tasks(costs, num_microbatches) if task.lane is Lane.NETWORK]
+    return [task.name for task in batch_tasks(costs, num_microbatches) if task.lane is GpuLane.NETWORK]
 
 
 def test_what_computation_hides_does_not_show():
@@ -30,7 +30,7 @@ def test_a_network_that_is_slower_decides():
     """Where each gather and reduction takes longer than its layer, the network's lane is full from the first one on."""
     slow = replace(COSTS, gather=100.0, reduce=200.0)
     tasks = batch_tasks(slow, 1)
-    busy = sum(task.seconds for task in tasks if task.lane is Lane.NETWORK)
+    busy = sum(task.seconds for task in tasks if task.lane is GpuLane.NETWORK)
     computed = slow.layer.forward + sum(slow.head)  # of the last layer, and the head: nothing is to be sent meanwhile
     assert max(ends(tasks)) == pytest.approx(busy + computed, rel=0.02)
 
@@ -70,7 +70,7 @@ def test_the_host_is_waited_for():
     """Where the host is busy before each collective, both lanes wait: one gather in a forward, and with recomputation
     two in a backward, beside its reduction."""
     busy = replace(COSTS, host=1.0, times_again=2)
-    computing = [task for task in batch_tasks(busy, 1) if task.lane is Lane.COMPUTE]
+    computing = [task for task in batch_tasks(busy, 1) if task.lane is GpuLane.COMPUTE]
     seconds = {task.name: task.seconds for task in computing}
     assert seconds["forward 2"] == 11.0 and seconds["backward 2"] == 23.0
 

@@ -1,8 +1,8 @@
 """Two lanes, each in order; a task waits for its lane and for what it names."""
 
-from megatron.planner.sharded import Lane, Task, ends
+from megatron.planner.sharded import GpuLane, Task, ends
 
-C, N = Lane.COMPUTE, Lane.NETWORK
+C, N = GpuLane.COMPUTE, GpuLane.NETWORK
 
 
 def test_lanes_run_side_by_side():

@@ -21,7 +21,7 @@ from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.plan.arrangement import Change, Outlook
 from megatron.trainer.report.log import Reporter
-from megatron.trainer.report.log_line import Interval, Progress, log_line
+from megatron.trainer.report.log_line import LogInterval, Progress, log_line
 from megatron.trainer.report.metrics import MetricsFile, flops_per_sample, read_metrics
 from megatron.trainer.report.profiler import Profiler
 from tests.trainer.arguments.command_line import arguments
@@ -32,9 +32,9 @@ def report(iteration: int, loss: float, **changes) -> BatchReport:
     return BatchReport(batch=iteration - 1, **{**values, **changes})
 
 
-def peaks() -> Interval:
+def peaks() -> LogInterval:
     """Two batches whose counted peaks differ."""
-    interval = Interval()
+    interval = LogInterval()
     for each in ((5 * 2**19, 2**20), (2**20, 2**22)):
         interval.add(report(1, 5.0), Progress(1, 16, 16, 0.1), seq_length=32, saved_activation_bytes=each)
     return interval
@@ -42,7 +42,7 @@ def peaks() -> Interval:
 
 def test_log_line_is_megatrons():
     """The line that Megatron-LM's users know, with tokens per second at its end."""
-    interval = Interval()
+    interval = LogInterval()
     for iteration in range(1, 11):
         progress = Progress(iteration, 16 * iteration, 16, 0.1)
         interval.add(report(iteration, 5.0), progress, seq_length=32)
@@ -61,11 +61,11 @@ def test_log_line_is_megatrons():
 
 def test_interval_leaves_out_what_is_no_loss():
     """Skipped and NaN batches are counted and not averaged."""
-    interval = Interval()
+    interval = LogInterval()
     for loss, changes in ((4.0, {}), (math.inf, {"skipped": True}), (math.nan, {"nan": True}), (6.0, {})):
         interval.add(report(1, loss, **changes), Progress(1, 16, 16, 1.0), seq_length=1)
     assert interval.means() == {"lm loss": 5.0}
-    assert math.isnan(Interval().means()["lm loss"])
+    assert math.isnan(LogInterval().means()["lm loss"])
     assert (interval.skipped, interval.nan, interval.iterations) == (1, 1, 4)
 
 
