@@ -34,13 +34,14 @@ def both_spellings(group) -> Callable[..., argparse.Action]:
     return add
 
 
-def within(least: float, *, most: float = math.inf) -> Callable[[str], float]:
-    """Make a type for argparse: a finite number from `least` to `most`."""
+def within(least: float, *, most: float = math.inf, below: float = math.inf) -> Callable[[str], float]:
+    """Make a type for argparse: a finite number from `least` to `most`, and less than `below`."""
 
     def parse(text: str) -> float:
         value = float(text)
-        if not least <= value <= min(most, sys.float_info.max):
+        if not (least <= value <= min(most, sys.float_info.max) and value < below):
             limits = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
+            limits = limits if below == math.inf else f"from {least:g} to less than {below:g}"
             raise argparse.ArgumentTypeError(f"{text} is no number {limits}")
         return value
 
@@ -48,7 +49,7 @@ def within(least: float, *, most: float = math.inf) -> Callable[[str], float]:
     return parse
 
 
-real, part = within(0), within(0, most=1.0)
+real, part, decay = within(0), within(0, most=1.0), within(0, below=1.0)
 scale = within(2.0**-24, most=2.0**100)
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
-from megatron.documents.flag_types import both_spellings, count, count_from_0, part, real, scale, steps, within
+from megatron.documents.flag_types import both_spellings, count, count_from_0, decay, part, real, scale, steps, within
 from megatron.finetuning import best, freezing_arguments, trackers
 from megatron.finetuning.adapter_arguments import add_adapters, add_merge, validate_adapter
 from megatron.finetuning.data.task_arguments import add_task, validate_task
@@ -321,8 +321,8 @@ def _add_training(group) -> None:
     add("--per_device_eval_batch_size", type=count, help="must equal that of training: stages have one shape")
     add("--learning_rate", type=real, default=5e-5, help="peak of the learning rate")
     add("--weight_decay", type=real, default=0.0, help="decay of all weights except biases and norms")
-    add("--adam_beta1", type=part, default=0.9, help="decay of the first moment")
-    add("--adam_beta2", type=part, default=0.999, help="decay of the second moment")
+    add("--adam_beta1", type=decay, default=0.9, help="decay of the first moment")
+    add("--adam_beta2", type=decay, default=0.999, help="decay of the second moment")
     add("--adam_epsilon", type=real, default=1e-8, help="added to the root of the second moment")
     add("--momentum", type=real, default=0.9, help="momentum of sgd")
     add("--max_grad_norm", type=real, help="gradients are clipped to this norm, 0: never; default 1, asynchronous 0")

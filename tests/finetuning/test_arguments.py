@@ -82,6 +82,8 @@ def test_clipping_follows_the_schedule():
         ),
         ("--num_train_epochs inf", "inf is no number from 0 on"),
         (f"--data_parallel_size {10**400}", "00' is too large; give a smaller number"),
+        ("--adam_beta1 1", "1 is no number from 0 to less than 1"),
+        ("--adam_beta2 1.0", "1.0 is no number from 0 to less than 1"),
         ("--warmup_ratio 1.5", "1.5 is no number from 0 to 1"),
         (
             "--save_strategy best",
