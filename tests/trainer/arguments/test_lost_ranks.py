@@ -30,6 +30,10 @@ TWO = {"world_size": 2}
         "--use-distributed-optimizer --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
         "--num-experts 2 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-2",
         "--num-experts 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--num-experts 2 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel",
+        "--num-experts 2 --context-parallel-size 2",
+        "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
+        "--optimizer muon --context-parallel-size 2",
     ],
 )
 def test_replicas_of_a_pipeline_go_on(flags):
@@ -47,12 +51,8 @@ def test_replicas_of_a_pipeline_go_on(flags):
         ("--tensor-model-parallel-size 2", 2, "one replica leaves nobody with the weights of a lost rank"),
         ("--num-experts 2 --expert-model-parallel-size 2", 2,
          "--expert-model-parallel-size above 1 has experts that a lost rank takes along"),
-        ("--num-experts 2 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel", 4,
-         "--num-experts with tensor or context parallelism has experts in groups of ranks that are not formed anew"),
         ("--num-experts 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2", 2,
          "--moe-router-load-balancing-type global_aux_loss counts tokens over all replicas before each backward"),
-        ("--optimizer muon --tensor-model-parallel-size 2", 4,
-         "--optimizer muon with tensor or context parallelism has groups of its own, which a new process lacks while"),
         ("--use-distributed-optimizer --redundant-optimizer --bf16 --use-precision-aware-optimizer", 2,
          "--redundant-optimizer and --use-precision-aware-optimizer would need copies that keep moments of 16 bits"),
         ("--use-distributed-optimizer --redundant-optimizer --optimizer muon", 2,

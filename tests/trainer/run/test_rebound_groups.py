@@ -1,4 +1,4 @@
-"""Layers of a run whose tensor and context parallel groups were formed anew."""
+"""Layers of a run whose process groups were formed anew."""
 
 import gc
 import types
@@ -62,13 +62,15 @@ def case(flags: str) -> tuple[int, int, list[int]]:
 @pytest.mark.parametrize(
     ("flags", "num_groups"),
     [
-        (f"{TENSOR} --context-parallel-size 2 --cp-comm-type a2a --position-embedding-type rope", 3),
-        (f"{TENSOR} --sequence-parallel", 2),
-        ("--context-parallel-size 2", 2),
+        (f"{TENSOR} --context-parallel-size 2 --cp-comm-type a2a --position-embedding-type rope", 7),
+        (f"{TENSOR} --sequence-parallel", 6),
+        ("--context-parallel-size 2", 4),
+        (f"{TENSOR} --sequence-parallel --disable-bias-linear --num-experts 4", 6),
+        ("--context-parallel-size 2 --num-experts 4 --optimizer muon", 4),
     ],
 )
 def test_layers_keep_no_group_of_before(flags, num_groups):
-    """Layers, attention and what they share refer to the new groups, and to none of the old ones."""
+    """Layers, attention, experts and what they share refer to the new groups, and to none of the old ones."""
     for found, old, new in workers.run(
         4, "tests.trainer.run.test_rebound_groups:case", flags=f"{flags} --pipeline-model-parallel-size 1"
     ):

@@ -21,6 +21,7 @@ LOST_AND_BACK = [
     [3, "stepped", 8, "SIGKILL"],
 ]
 """A rank is lost and comes back. Then rank 3 is lost behind a step that rank 0 lacks."""
+SAVING = "--save saved --save-interval 3"
 EXPERTS = f"--num-experts 4 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 {test_experts.SMOOTH}"
 MUON = "--optimizer muon --muon-fp32-matmul-prec high --lr 1e-3 --muon-scalar-lr 2e-3 --decoupled-lr 3e-3"
 
@@ -72,7 +73,9 @@ def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_r
     flags = f"--global-batch-size 8 --train-iters 12 --eval-interval 4 {flags} {DECAY}"
     losses = LOST_AND_BACK if num_ranks == 4 else [[1, "forward", 3, "SIGKILL"], [4, "stepped", 5, "SIGKILL"]]
     shape = f"--pipeline-model-parallel-size {num_ranks // 2}"
-    job = run(tmp_path, num_ranks, f"{flags} {shape}", losses, max_restarts=int(num_ranks == 4), trained=trained)
+    job = run(
+        tmp_path, num_ranks, f"{flags} {shape} {SAVING}", losses, max_restarts=int(num_ranks == 4), trained=trained
+    )
     assert_nothing_lost(job, flags, trained=trained)
     lost = [moment.rank for moment in job.moments if moment.is_loss]
     assert sorted(lost) == sorted(rank for rank, _, _, what in losses if what == "SIGKILL"), job.outcome.output
@@ -81,12 +84,24 @@ def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_r
 
 TENSOR = "--tensor-model-parallel-size 2"
 CONTEXT = "--context-parallel-size 2 --position-embedding-type rope"
+CUT = f"{TENSOR} --sequence-parallel"
+SHARED_EXPERT = "--moe-shared-expert-intermediate-size 32"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+SEQUENCES = "--moe-router-load-balancing-type seq_aux_loss"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("trained", "flags"),
     [
+        (gpt, f"{EXPERTS} {test_experts.BIASED} {CUT} {ALLTOALL} --pipeline-schedule 2bw"),
+        (gpt, f"{EXPERTS} {SEQUENCES} {SHARED_EXPERT} {CUT} --pipeline-schedule zb-h1 --calculate-per-token-loss"),
+        (gpt, f"{EXPERTS} {test_experts.BIASED} {CONTEXT} --moe-expert-capacity-factor 1.0 --pipeline-recompute"),
+        (gpt, f"{EXPERTS} {SEQUENCES} {CONTEXT} {ALLTOALL} --use-distributed-optimizer --redundant-optimizer"),
+        (gpt, f"{MUON} {TENSOR} --muon-tp-mode duplicated --pipeline-schedule 2bw"),
+        (gpt, f"{MUON} {CUT} {EXPERTS} --muon-tp-mode blockwise"),
+        (gpt, f"{MUON} {CONTEXT} --pipeline-schedule zb-h1"),
+        (gpt, f"{MUON} {TENSOR} --use-distributed-optimizer"),
         (bert, f"{TENSOR} --sequence-parallel --clip-grad 1 --pipeline-schedule 2bw"),
         (t5, f"{TENSOR} --pipeline-schedule zb-h1"),
         (texts, f"{TENSOR} --pipeline-schedule 2bw"),
@@ -94,16 +109,23 @@ CONTEXT = "--context-parallel-size 2 --position-embedding-type rope"
         (gpt, f"{CONTEXT} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --clip-grad 0"),
         (gpt, f"{CONTEXT} --mtp-num-layers 1 --pipeline-schedule 2bw --calculate-per-token-loss"),
     ],
-    ids=["bert", "t5", "texts", "images", "further tokens", "further tokens, 2bw"],
+    ids=[
+        "biases of experts", "experts, sequences", "capacity of experts, context", "shards of experts, context",
+        "muon, whole matrices", "muon, experts", "muon, context", "muon, owners", "bert", "t5", "texts", "images",
+        "further tokens", "further tokens, 2bw",
+    ],
 )  # fmt: skip
 def test_what_is_trained_by_groups_goes_on(tmp_path, trained: Callable[[], Trained], flags: str):
     """A rank is lost with its tensor or context parallel group, both come back, and a rank of the other group is lost
     behind a step."""
     trained = trained()
-    flags = f"--global-batch-size 8 --train-iters 11 --eval-interval 4 --lr 1e-3 {flags} {DECAY}"
-    losses = [[3, "forward", 3, "SIGKILL"], [4, "forward", 5, "newcomer"], [4, "stepped", 8, "SIGKILL"]]
-    job = run(tmp_path, 8, f"{flags} --pipeline-model-parallel-size 2", losses, max_restarts=1, trained=trained)
-    plain = flags.replace("zb-h1", "flush").replace("--use-distributed-optimizer --redundant-optimizer", "")
+    flags = f"--global-batch-size 8 --train-iters 12 --eval-interval 4 --lr 1e-3 {flags} {DECAY}"
+    losses = [[3, "forward", 4, "SIGKILL"], [4, "forward", 6, "newcomer"], [4, "stepped", 9, "SIGKILL"]]
+    shape = f"--pipeline-model-parallel-size 2 {SAVING}"
+    job = run(tmp_path, 8, f"{flags} {shape}", losses, max_restarts=1, trained=trained)
+    plain = (
+        flags.replace("zb-h1", "flush").replace("--use-distributed-optimizer", "").replace("--redundant-optimizer", "")
+    )
     assert_nothing_lost(job, f"{plain} --pipeline-model-parallel-size 1", num_ranks=2, trained=trained)
     assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
     assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from megatron.trainer.arguments.flags.config import choice_of, ranks_of_place
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import Arguments
 
 _Row = tuple[Callable[[Arguments], object], str, str]
@@ -12,13 +12,8 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),
     (lambda args: args.num_experts is not None and args.expert_model_parallel_size > 1,
      "--expert-model-parallel-size above 1", "has experts that a lost rank takes along"),
-    (lambda args: args.num_experts is not None and ranks_of_place(args) > 1,
-     "--num-experts with tensor or context parallelism", "has experts in groups of ranks that are not formed anew"),
     (lambda args: args.num_experts is not None and "global_aux_loss" in args.moe_router_load_balancing_type,
      "--moe-router-load-balancing-type global_aux_loss", "counts tokens over all replicas before each backward"),
-    (lambda args: args.optimizer == "muon" and ranks_of_place(args) > 1,
-     "--optimizer muon with tensor or context parallelism",
-     "has groups of its own, which a new process lacks while it builds its part"),
     (lambda args: args.redundant_optimizer and args.use_precision_aware_optimizer,
      "--redundant-optimizer and --use-precision-aware-optimizer", "would need copies that keep moments of 16 bits"),
     (lambda args: args.redundant_optimizer and args.optimizer != "adam",

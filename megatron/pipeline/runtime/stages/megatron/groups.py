@@ -221,6 +221,8 @@ def name_groups_to_come(index: int, *, tensor_size: int, context_size: int) -> N
         ("_TENSOR_MODEL_PARALLEL_GROUP", tensor, tensor_size),
         ("_CONTEXT_PARALLEL_GROUP", context, context_size),
         ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", index, tensor_size * context_size),
+        ("_EXPERT_TENSOR_PARALLEL_GROUP", tensor, tensor_size),
+        ("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", tensor, tensor_size),
     ):
         if size > 1:
             setattr(parallel_state, name, dist.ProcessGroup(rank, size))
@@ -245,20 +247,21 @@ def name_groups_of_survivors(
     place = next(list(each) for each in places if own in each)
     context, tensor = divmod(place.index(own), tensor_size)
     row = slice(context * tensor_size, (context + 1) * tensor_size)
-    groups = (
+    within = (
         ([own], _ALONE), (place[row], _TENSOR), (place[tensor::tensor_size], _CONTEXT), (place, _TENSOR_AND_CONTEXT),
+    )  # fmt: skip
+    across = (
         ([each[place.index(own)] for each in places], _PEERS),
         ([rank for each in places for rank in each[tensor::tensor_size]], _PEERS_WITH_CONTEXT),
         ([rank for each in places for rank in each[row]], _TENSOR_AND_PEERS),
         ([rank for each in places for rank in each], _TENSOR_AND_PEERS_WITH_CONTEXT),
-    )  # fmt: skip
-    made: dict[tuple, dist.ProcessGroup] = {}
-    for ranks, names in groups:
-        # Layers keep these groups, and `rebind` finds them by identity: no other name may share such a group.
-        key = (tuple(ranks), names[0] if names[0] in _OF_LAYERS and len(ranks) > 1 else "")
-        if key not in made:
-            made[key] = dist.new_group(ranks, use_local_synchronization=True)
-        _name(made[key], ranks, names)
+    )
+    for groups in (within, across, (([own], _PIPELINE),)):  # names share a group only where their ranks always agree
+        made: dict[tuple, dist.ProcessGroup] = {}
+        for ranks, names in groups:
+            if tuple(ranks) not in made:
+                made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+            _name(made[tuple(ranks)], ranks, names)
     _name(dist.group.WORLD, None, _WORLD)
     parallel_state.set_pipeline_model_parallel_rank(pipeline_rank)
     parallel_state.set_pipeline_model_parallel_world_size(num_pipeline_ranks)
@@ -279,21 +282,20 @@ def forget_groups() -> None:
 
 
 def groups_of_layers() -> dict[str, dist.ProcessGroup]:
-    """The groups that layers and optimizer keep and compute with, by megatron.core's names."""
+    """The groups that layers and optimizer keep, by megatron.core's names."""
     return {name: getattr(parallel_state, name) for name in _OF_LAYERS}
 
 
 def rebind(chunks: Sequence[Module], optimizer: object, before: Mapping[str, dist.ProcessGroup]) -> None:
-    """Replace the groups in `before`, with which layers and optimizer compute, by megatron.core's present groups.
+    """Replace the groups in `before`, which layers and optimizer keep, by megatron.core's present groups.
 
-    `before`: an earlier result of `groups_of_layers`. A group of one rank is not replaced: nothing uses it.
+    `before`: an earlier result of `groups_of_layers`. Where names share a group, so do their ranks, whoever is lost.
     """
     now = groups_of_layers()
-    found = {id(group): now[name] for name, group in before.items() if group.size() > 1}
+    found = {id(group): now[name] for name, group in before.items()}
     seen: set[int] = set()
-    if found:
-        for holder in (optimizer, *(module for chunk in chunks for module in chunk.modules())):
-            _rebind(holder, found, seen)
+    for holder in (optimizer, *(module for chunk in chunks for module in chunk.modules())):
+        _rebind(holder, found, seen)
 
 
 def _rebind(holder: object, found: Mapping[int, dist.ProcessGroup], seen: set[int]) -> None:
@@ -309,14 +311,14 @@ def _rebind(holder: object, found: Mapping[int, dist.ProcessGroup], seen: set[in
                 _rebind(each, found, seen)
 
 
-_ALONE = (
-    "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
-    "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS",
+_ALONE = ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS")
+_PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
+_TENSOR = (
+    "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_EXPERT_TENSOR_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
 )  # fmt: skip
-_TENSOR = ("_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
 _CONTEXT = ("_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS")
 _TENSOR_AND_CONTEXT = ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP",)
-_OF_LAYERS = (_TENSOR[0], _CONTEXT[0], _TENSOR_AND_CONTEXT[0])
 _PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS")
 _PEERS_WITH_CONTEXT = (
     "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
@@ -326,6 +328,11 @@ _PEERS_WITH_CONTEXT = (
 )  # fmt: skip
 _TENSOR_AND_PEERS = ("_TENSOR_AND_DATA_PARALLEL_GROUP",)
 _TENSOR_AND_PEERS_WITH_CONTEXT = ("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",)
+_OF_LAYERS = (
+    "_TENSOR_MODEL_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+)  # fmt: skip
 _WORLD = (
     "_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",

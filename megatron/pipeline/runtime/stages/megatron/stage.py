@@ -316,7 +316,8 @@ class MegatronStage(CapturingStage):
         self._captured.clear()
         self._losses.clear()
         self._engine_linears.clear()
-        self._router_losses.take()
+        self._router_losses.take()  # of a forward that a loss has interrupted
+        self._multi_token_losses.take()
         self._products = DeferredProducts()
 
     def split_backward(self) -> None:

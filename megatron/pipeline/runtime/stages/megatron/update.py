@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron import backend
 from megatron.backend.streams import Milestone, streams_of
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -28,6 +29,7 @@ from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
 from megatron.pipeline.runtime.stages.megatron.base_update import BaseUpdate, LayersOfParameters
+from megatron.pipeline.runtime.stages.megatron.groups import is_formed
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     CoreGradientBuffers,
     copy_gradients,
@@ -164,7 +166,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         self._layers = layers
         self._begin_reductions()
         for optimizer in (getattr(each, "optimizer", None) for each in optimizers_of(self._inner)):
-            if isinstance(optimizer, Muon):
+            if isinstance(optimizer, Muon) and is_formed(parallel_state.get_tensor_model_parallel_group()):
                 optimizer.orthogonalization.warm_up(probes(), backend.device())
 
     def _begin_reductions(self) -> None:
