@@ -94,6 +94,13 @@ class Share(NamedTuple):
         """Whether the copy takes the microbatch at a position of a batch."""
         return position % self.num_positions in self.positions
 
+    def of_replica(self, replica: int, num_replicas: int) -> Share:
+        """Return the share of one of the replicas that take the copy's microbatches together.
+
+        Each microbatch of the copy then stands for one of each replica, in the order of the replicas.
+        """
+        return Share(tuple(each * num_replicas + replica for each in self.positions), self.num_positions * num_replicas)
+
     def position_of(self, number: int) -> int:
         """Return the position of the copy's microbatch `number`; both are counted over all batches, from 0."""
         batches, place = divmod(number, len(self.positions))

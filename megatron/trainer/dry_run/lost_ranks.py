@@ -1,6 +1,6 @@
 """The effects of a lost rank in a job with replicas, for a dry run.
 
-A rank is lost with all processes that share its layers (tensor and context parallelism), since none of them can
+A rank is lost with all processes that share its layers (tensor, context and expert parallelism), since none of them can
 continue alone. If no GPU is named, times are in units of a layer's forward; a backward takes two units.
 """
 
@@ -14,7 +14,7 @@ from megatron.pipeline.survivors.losses import RankLoss, losses_of, single_losse
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, RankMemory, device_gib
 from megatron.trainer.arguments.architecture import architecture
-from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
+from megatron.trainer.arguments.flags.config import TrainConfig, num_places, num_replicas
 from megatron.trainer.arguments.rules.lost_ranks import refusal
 from megatron.trainer.plan import from_flags
 
@@ -45,7 +45,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())
     if reason := _without_program(args, size):
         return LossCosts((), (f"a lost rank ends this job: {reason}",))
-    num_microbatches = args.data_parallel_size * sum(schedule.weights.full_batches(size, 6))
+    num_microbatches = num_places(args) * sum(schedule.weights.full_batches(size, 6))
     work = 2 * schedule.num_stages * schedule.num_ranks * num_microbatches
     if work > _MOST:
         line = (
@@ -56,7 +56,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     costs = _priced(args, layers)
     try:
         found = losses_of(
-            schedule, size, num_replicas=args.data_parallel_size, lost=single_losses(schedule.num_ranks),
+            schedule, size, num_replicas=num_places(args), lost=single_losses(schedule.num_ranks),
             costs=costs or Costs(forward=tuple(map(float, layers)), backward=tuple(2.0 * each for each in layers)),
         )  # fmt: skip
     except ValueError as error:
@@ -76,7 +76,7 @@ def _without_program(args: TrainConfig, size: int) -> str | None:
     if args.num_experts is not None or args.changes:
         return refusal(args)
     try:
-        Sharing(args.schedule, size, args.data_parallel_size, frozenset(single_losses(1)[0]))
+        Sharing(args.schedule, size, num_places(args), frozenset(single_losses(1)[0]))
     except ValueError as error:
         return str(error)
     return None

@@ -13,8 +13,10 @@
 If another rank is lost meanwhile, this begins again. If some stage is on no remaining rank, the job ends.
 
 A *place* is a pipeline rank of a replica: one rank, or the ranks that compute its layers together (tensor and context
-parallelism). Programs, losses and returns are of whole places (`Membership` takes care of that), and each rank of a
-place connects with the ranks at the same index in other places.
+parallelism). Under expert parallelism it is that of all replicas that share out experts (`replicas_of_place`). Each of
+these takes a microbatch of its own, and a microbatch of the program stands for all of them. Programs, losses and
+returns are of whole places (`Membership` takes care of that), and each rank of a place connects with the ranks at the
+same index in other places.
 
 A launcher may start a new process in the place of a lost one. The new process builds its part of the model alone, while
 the others train, and then asks to be admitted (`come_back`). The other ranks decide after which batch they admit it:
@@ -61,7 +63,14 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.gradients import NormReduction
 from megatron.pipeline.survivors import ReplicaRank, Survivors
-from megatron.trainer.arguments.flags.config import TrainConfig, ranks_of_place
+from megatron.trainer.arguments.flags.config import (
+    TrainConfig,
+    expert_tensor_size,
+    num_places,
+    ranks_of_place,
+    replica_in_place,
+    replicas_of_place,
+)
 from megatron.trainer.changes.change import end_engine
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
@@ -201,7 +210,7 @@ class LostRanks:
         replace the data iterators. Raises ValueError if the program would be slower than `--minimum-speed`.
         """
         before = run.survivors
-        if before is None or before.schedule.num_microbatches == size * self._args.data_parallel_size:
+        if before is None or before.schedule.num_microbatches == size * num_places(self._args):
             return False
         began = time.monotonic()
         survivors = self._told(lambda: self._program(before.lost, size))
@@ -341,17 +350,21 @@ class LostRanks:
             forget_groups()
             make_groups(args)
         else:
-            tensor = args.tensor_model_parallel_size
-            context = ranks[place * size + own % tensor : (place + 1) * size : tensor]
-            copies = CopyRanks.of(
-                survivors.schedule, rank=own, ranks=ranks[own % size :: size], job=ranks, context=context
+            tensor, sharing = args.tensor_model_parallel_size, args.expert_model_parallel_size
+            cut = expert_tensor_size(args)
+            tensor_row, expert_row = (
+                ranks[place * size + own % step : (place + 1) * size : step] for step in (tensor, cut * sharing)
             )
+            copies = CopyRanks.of(
+                survivors.schedule, rank=own, ranks=ranks[own % size :: size], job=ranks, sharing=tensor_row,
+                experts=expert_row if sharing > 1 else (),
+            )  # fmt: skip
             name_groups_of_survivors(
                 [ranks[each * size : (each + 1) * size] for each in sorted({each // size for each in copies.copies})],
-                tensor_size=tensor,
-                pipeline_rank=survivors.ranks[place].rank,
+                tensor_size=tensor, context_size=args.context_parallel_size, expert_tensor_size=cut,
+                expert_size=sharing, pipeline_rank=survivors.ranks[place].rank,
                 num_pipeline_ranks=args.pipeline_model_parallel_size,
-            )
+            )  # fmt: skip
         if self._shards is None:
             rebind(run.chunks, run.optimizer, self._groups_of_layers)
             self._groups_of_layers = groups_of_layers()
@@ -393,11 +406,12 @@ class LostRanks:
     def _change_program(self, run: Run, survivors: Survivors | None) -> None:
         """Switch stages and engine to a program of the present ranks. Collective over these ranks."""
         args, own = self._args, dist.get_rank()
-        schedule, place = args.schedule, own // self._place_size // args.data_parallel_size
+        schedule, place = args.schedule, own // self._place_size // num_places(args)
         if survivors is not None:
             schedule, place = survivors.schedule, own // self._place_size
         for stage, number in zip(run.stages, schedule.stages_of(place), strict=True):
-            stage.take_from_now(None if survivors is None else share_of(schedule.copies, number))
+            share = None if survivors is None else share_of(schedule.copies, number)
+            stage.take_from_now(share, replica=replica_in_place(args, own), num_replicas=replicas_of_place(args))
             stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))
         run.survivors = survivors
         run.engine = build_engine(run.args, run.model_and_optimizer, run.position(), survivors=survivors)

@@ -25,7 +25,7 @@ from megatron.pipeline.survivors.losses import double_losses, single_losses
 from megatron.pipeline.survivors.renaming import distinct, renamed
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.pipeline.survivors.table import Entry
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, num_places
 
 _MOST_SECONDS = 60.0
 """The largest time for proving losses of two ranks at the start, in seconds, as estimated."""
@@ -69,7 +69,7 @@ class ProvedLosses:
 
     def knows(self, survivors: Survivors) -> bool:
         """Whether a program was proved before the run began."""
-        num_replicas = self._args.data_parallel_size
+        num_replicas = num_places(self._args)
         is_whole = survivors.schedule.num_microbatches == self._size * num_replicas
         return is_whole and distinct(survivors.lost, num_replicas)[0] in self._entries
 
@@ -84,7 +84,7 @@ class ProvedLosses:
             ValueError: the job cannot continue, for the reason that `without` gives.
             OnThisRank: the store is gone.
         """
-        args, num_replicas = self._args, self._args.data_parallel_size
+        args, num_replicas = self._args, num_places(self._args)
         size = self._size if size is None else size
         known, replicas = distinct(lost, num_replicas)
         entry = self._entries.get(known) if size == self._size else None
@@ -105,7 +105,7 @@ class ProvedLosses:
             if at * membership.world_size // len(losses) != membership.rank or self._are_there([key]):
                 continue
             entry, packed = Entry.search(
-                args.schedule, self._size, num_replicas=args.data_parallel_size, lost=lost, crowd=_crowd()
+                args.schedule, self._size, num_replicas=num_places(args), lost=lost, crowd=_crowd()
             )
             if packed:
                 membership.ask(lambda store, entry=entry, packed=packed: store.set(_key_of_program(entry), packed))

@@ -41,7 +41,7 @@ from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import stage_matrices, stage_parameters
 from megatron.trainer.arguments import Platform
-from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size, ranks_of_place
+from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size, num_places, ranks_of_place
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.checkpoint.ownership import BETWEEN_LOOKS, OwnerMark
@@ -138,9 +138,13 @@ def be_alone(args: TrainConfig, *, rank: int) -> None:
     parallel_state.initialize_model_parallel()
     size = ranks_of_place(args)
     name_groups_to_come(
-        rank % size, tensor_size=args.tensor_model_parallel_size, context_size=args.context_parallel_size
+        rank % size,
+        tensor_size=args.tensor_model_parallel_size,
+        context_size=args.context_parallel_size,
+        expert_tensor_size=expert_tensor_size(args),
+        expert_size=args.expert_model_parallel_size,
     )
-    parallel_state.set_pipeline_model_parallel_rank(rank // (size * args.data_parallel_size))
+    parallel_state.set_pipeline_model_parallel_rank(rank // (size * num_places(args)))
     parallel_state.set_pipeline_model_parallel_world_size(args.pipeline_model_parallel_size)
     set_seeds(args.seed)
 

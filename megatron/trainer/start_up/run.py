@@ -39,7 +39,14 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
-from megatron.trainer.arguments.flags.config import TrainConfig, edge_length, ranks_of_place
+from megatron.trainer.arguments.flags.config import (
+    TrainConfig,
+    edge_length,
+    num_places,
+    ranks_of_place,
+    replica_in_place,
+    replicas_of_place,
+)
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
@@ -264,7 +271,7 @@ def build_engine(
     moves = args.moves_activations
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     if survivors is not None:
-        schedule, samples = survivors.schedule, args.micro_batch_size
+        schedule, samples = survivors.schedule, args.micro_batch_size * replicas_of_place(args)
         moves = schedule.moves_activations
         size = ranks_of_place(args)  # a pipeline consists of the ranks at one index in all places
         ranks = list(range(torch.distributed.get_rank() % size, torch.distributed.get_world_size(), size))
@@ -373,17 +380,19 @@ class Run:
 
     @property
     def shares(self) -> list[Share | None]:
-        """For each own stage, its share of a batch's microbatches where ranks were lost; None: all of its replica's."""
+        """For each own stage, its share of all microbatches where ranks were lost; None: those of its replica."""
         if self.survivors is None:
             return [None] * len(self.stages)
         copies = self.survivors.schedule.copies
-        own = self.survivors.schedule.stages_of(torch.distributed.get_rank() // ranks_of_place(self.args))
-        return [share_of(copies, number) for number in own]
+        rank, num_replicas = torch.distributed.get_rank(), replicas_of_place(self.args)
+        own = self.survivors.schedule.stages_of(rank // ranks_of_place(self.args))
+        replica = replica_in_place(self.args, rank)
+        return [share_of(copies, number).of_replica(replica, num_replicas) for number in own]
 
     @property
     def replicas_in_program(self) -> int:
-        """The number of replicas whose microbatches the program contains: all where ranks were lost, else one."""
-        return 1 if self.survivors is None else self.args.data_parallel_size
+        """The number of replicas in the program: all (`num_places`) where ranks were lost, else one."""
+        return 1 if self.survivors is None else num_places(self.args)
 
     @cached_property
     def _flops_per_sample(self) -> float:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program.copies import Copy, edges_of_copies, groups_of_copies, taken_of, validate_copies
+from megatron.pipeline.program.copies import Copy, Share, edges_of_copies, groups_of_copies, taken_of, validate_copies
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.lane_order import Residency
@@ -91,6 +91,14 @@ def test_positions_go_round_in_batches_of_other_sizes():
     copies = (Copy(0, (0, 2)), Copy(0, (1,)))
     assert taken_of(copies, (3,)) == ({0, 2}, {1})
     assert taken_of(copies, (5, 2, 3)) == ({0, 2, 3, 5, 7, 9}, {1, 4, 6, 8})
+
+
+def test_replicas_that_take_a_microbatch_together_share_it_out():
+    """Microbatch b of the copy stands for 2b and 2b + 1 of the data."""
+    whole = Share((0, 3), 4)
+    first, second = (whole.of_replica(replica, 2) for replica in range(2))
+    assert (first, second) == (Share((0, 6), 8), Share((1, 7), 8))
+    assert [first.position_of(number) for number in range(4)] == [2 * whole.position_of(each) for each in range(4)]
 
 
 def test_edges_are_between_copies_that_share_a_microbatch():

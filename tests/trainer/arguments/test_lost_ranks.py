@@ -2,6 +2,8 @@
 
 import pytest
 
+from megatron.trainer.arguments.flags.config import num_places, ranks_of_place, replicas_of_place
+from megatron.trainer.run.places import part_of, place_of
 from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.arguments.t5_command_line import t5_arguments
@@ -32,6 +34,8 @@ TWO = {"world_size": 2}
         "--num-experts 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "--num-experts 2 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel",
         "--num-experts 2 --context-parallel-size 2",
+        "--num-experts 2 --expert-model-parallel-size 2",
+        "--num-experts 2 --expert-model-parallel-size 2 --optimizer muon",
         "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
         "--optimizer muon --context-parallel-size 2",
     ],
@@ -50,7 +54,9 @@ def test_replicas_of_a_pipeline_go_on(flags):
         ("", 1, "one replica leaves nobody with the weights of a lost rank"),
         ("--tensor-model-parallel-size 2", 2, "one replica leaves nobody with the weights of a lost rank"),
         ("--num-experts 2 --expert-model-parallel-size 2", 2,
-         "--expert-model-parallel-size above 1 has experts that a lost rank takes along"),
+         "--expert-model-parallel-size and one copy of each expert leaves nobody with the experts of a lost rank"),
+        ("--num-experts 2 --expert-model-parallel-size 2 --use-distributed-optimizer", 4,
+         "--expert-model-parallel-size above 1 and --use-distributed-optimizer has shards of experts and of other"),
         ("--num-experts 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2", 2,
          "--moe-router-load-balancing-type global_aux_loss counts tokens over all replicas before each backward"),
         ("--use-distributed-optimizer --redundant-optimizer --bf16 --use-precision-aware-optimizer", 2,
@@ -108,3 +114,32 @@ def test_values_that_mean_nothing_are_refused(flags, message):
     """How to lose ranks is said only where ranks may be lost, and in its range."""
     with pytest.raises(ValueError, match=message):
         arguments(flags, **TWO)
+
+
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear"
+CONTEXT = "--context-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "replicas", "num"),
+    [
+        ("", 1, 1, 16),
+        (f"{TENSOR} {CONTEXT}", 4, 1, 4),
+        ("--num-experts 4", 1, 1, 16),
+        ("--num-experts 4 --expert-model-parallel-size 4", 4, 4, 4),
+        (f"--num-experts 4 {TENSOR} --expert-model-parallel-size 2", 4, 2, 4),
+        (f"--num-experts 4 {TENSOR} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2, 1, 8),
+        (f"--num-experts 4 {CONTEXT} --expert-model-parallel-size 2", 2, 1, 8),
+        (f"--num-experts 4 {TENSOR} {CONTEXT} --expert-model-parallel-size 4", 8, 2, 2),
+    ],
+)
+def test_who_is_lost_together(flags, ranks, replicas, num):
+    """Places of so many ranks of so many replicas, for the ranks of two stages: each place has all weights of its stage
+    once for each of its copies."""
+    args = arguments(f"{GO_ON} {flags} --pipeline-model-parallel-size 2 --global-batch-size 16", world_size=32)
+    assert (ranks_of_place(args), replicas_of_place(args), num_places(args)) == (ranks, replicas, num)
+    of_stage = [{part_of(args, rank) for rank in range(32) if place_of(args, rank).rank == stage} for stage in (0, 1)]
+    places = {place_of(args, rank) for rank in range(32)}
+    assert len(places) == 2 * num
+    for place in places:
+        assert {part_of(args, rank) for rank in range(32) if place_of(args, rank) == place} == of_stage[place.rank]

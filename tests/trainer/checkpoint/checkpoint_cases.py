@@ -300,7 +300,10 @@ def save_with_unequal_copies(directory):
     stage, copies = [(0, [0]), (1, [1, 2]), (1, [1, 2])][dist.get_rank()]
     parallel_state.initialize_model_parallel()
     places = [[rank] for rank in copies]
-    name_groups_of_survivors(places, tensor_size=1, pipeline_rank=stage, num_pipeline_ranks=2)
+    name_groups_of_survivors(
+        places, tensor_size=1, context_size=1, expert_tensor_size=1, expert_size=1, pipeline_rank=stage,
+        num_pipeline_ranks=2,
+    )  # fmt: skip
     own = torch.full((4,), float(stage))
     replica = (0, 0, copies.index(dist.get_rank()))
     state = {f"stage {stage}": ShardedTensor.from_rank_offsets(f"stage {stage}", own, replica_id=replica)}

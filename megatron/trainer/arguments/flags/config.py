@@ -7,6 +7,7 @@ that computes another value returns another configuration (`dataclasses.replace`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from typing import Any
@@ -139,7 +140,39 @@ def num_replicas(args: TrainConfig | Arguments) -> int:
 
 
 def ranks_of_place(args: TrainConfig | Arguments) -> int:
-    """The number of consecutive ranks that together compute the layers of one pipeline rank of a replica."""
+    """The number of consecutive ranks that compute the layers of one pipeline rank together.
+
+    They are of one replica, or under expert parallelism of as many as have whole groups of experts.
+    """
+    own, sharing = _ranks_of_layers(args), 1
+    if args.num_experts is not None:
+        sharing = expert_tensor_size(args) * args.expert_model_parallel_size
+    return math.lcm(own, sharing)
+
+
+def replicas_of_place(args: TrainConfig | Arguments) -> int:
+    """The number of replicas whose ranks compute layers together (`ranks_of_place`)."""
+    return ranks_of_place(args) // _ranks_of_layers(args)
+
+
+def replica_in_place(args: TrainConfig | Arguments, rank: int) -> int:
+    """The replica, among those of its place, to which a rank belongs."""
+    return rank % ranks_of_place(args) // _ranks_of_layers(args)
+
+
+def num_places(args: TrainConfig | Arguments) -> int:
+    """The number of places with the same pipeline rank: one for each `replicas_of_place` replicas."""
+    return args.data_parallel_size // replicas_of_place(args)
+
+
+def ranks_of_part(args: TrainConfig | Arguments) -> int:
+    """The least distance, in a place, of two ranks with the same weights."""
+    if args.num_experts is None:
+        return args.tensor_model_parallel_size
+    return math.lcm(args.tensor_model_parallel_size, expert_tensor_size(args) * args.expert_model_parallel_size)
+
+
+def _ranks_of_layers(args: TrainConfig | Arguments) -> int:
     return args.tensor_model_parallel_size * args.context_parallel_size
 
 

@@ -244,8 +244,8 @@ class Distributed:
     )
     go_on_without_lost_ranks: bool = switch(
         "If ranks are lost, the others go on: ranks with the same stages in other replicas take the lost ranks' "
-        "microbatches, and the batch in flight is repeated, exactly. Tensor and context parallel ranks are lost "
-        "together. Start with tools/launch.py. docs/recovery.md."
+        "microbatches, and the batch in flight is repeated, exactly. Ranks that compute layers together (tensor, "
+        "context and expert parallelism) are lost together. Start with tools/launch.py. docs/recovery.md."
     )
     failure_timeout: float = option(
         10.0,

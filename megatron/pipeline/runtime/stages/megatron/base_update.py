@@ -244,11 +244,12 @@ def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig, c
     balancing = config.moe_router_load_balancing_type
     kinds = [balancing] if isinstance(balancing, str) else balancing
     sharing = config.context_parallel_size
+    lacks_experts = shares_out_experts() and not copies.same_experts
     found = [
         (_is_cut_over_others(optimizer, copies), "the distributed optimizer, of which each replica has a shard"),
         (_is_owned_by_others(optimizer, copies), "an optimizer of whose state each replica has a part"),
-        (sharing != copies.sharing, f"context parallelism over {sharing} ranks"),
-        (shares_out_experts(), f"expert parallelism over {config.expert_model_parallel_size} ranks"),
+        (copies.sharing % sharing > 0, f"context parallelism over {sharing} ranks"),
+        (lacks_experts, f"expert parallelism over {config.expert_model_parallel_size} ranks"),
         (bool(config.num_moe_experts) and "global_aux_loss" in kinds, "global_aux_loss, which counts all replicas"),
         (bool(config.fp8) and config.fp8_recipe == "delayed", "delayed scales in FP8, which all replicas agree on"),
     ]

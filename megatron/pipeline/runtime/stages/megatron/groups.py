@@ -114,7 +114,8 @@ class _Staged:
 class ChainGroups:
     """The groups of the chain; None for a group that has one member or to which this rank does not belong.
 
-    `copies`: in a program with copies, the ranks of `data` (the ranks with copies), `embedding` and `world`.
+    `copies`: in a program with copies, the ranks of `data` (the ranks with copies), `expert_data`, `embedding` and
+    `world`.
     """
 
     data: ChainGroup | None
@@ -145,7 +146,12 @@ class ChainGroups:
                 "world": list(range(dist.get_world_size())),
             }
         else:
-            ranks = {"data": list(copies.copies), "embedding": list(copies.tied), "world": list(copies.job)}
+            ranks = {
+                "data": list(copies.copies),
+                "expert_data": list(copies.same_experts),
+                "embedding": list(copies.tied),
+                "world": list(copies.job),
+            }
         ranks["tensor"] = _ranks(parallel_state.get_tensor_model_parallel_group())
         order = ("data", "expert_data", "tensor", "embedding", "world")
         return cls(**{name: duplicate(name, ranks.get(name, [])) for name in order}, copies=copies)
@@ -207,7 +213,9 @@ def is_formed(group: dist.ProcessGroup) -> bool:
     return group.size() <= dist.get_world_size()
 
 
-def name_groups_to_come(index: int, *, tensor_size: int, context_size: int) -> None:
+def name_groups_to_come(
+    index: int, *, tensor_size: int, context_size: int, expert_tensor_size: int, expert_size: int
+) -> None:
     """Give megatron.core groups with a rank and a size, but without a connection.
 
     So a process that is still alone can build the layers for its place in groups that are formed later. `rebind` then
@@ -215,46 +223,68 @@ def name_groups_to_come(index: int, *, tensor_size: int, context_size: int) -> N
 
     Args:
         index: the place of this process among the ranks that compute these layers together.
+        tensor_size, context_size, expert_tensor_size, expert_size: the parallel degrees.
     """
-    context, tensor = divmod(index, tensor_size)
+    tensor_and_context, of_experts = tensor_size * context_size, expert_tensor_size * expert_size
+    expert, expert_tensor = divmod(index % of_experts, expert_tensor_size)
     for name, rank, size in (
-        ("_TENSOR_MODEL_PARALLEL_GROUP", tensor, tensor_size),
-        ("_CONTEXT_PARALLEL_GROUP", context, context_size),
-        ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", index, tensor_size * context_size),
-        ("_EXPERT_TENSOR_PARALLEL_GROUP", tensor, tensor_size),
-        ("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", tensor, tensor_size),
+        ("_TENSOR_MODEL_PARALLEL_GROUP", index % tensor_size, tensor_size),
+        ("_CONTEXT_PARALLEL_GROUP", index % tensor_and_context // tensor_size, context_size),
+        ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", index % tensor_and_context, tensor_and_context),
+        ("_EXPERT_MODEL_PARALLEL_GROUP", expert, expert_size),
+        ("_EXPERT_TENSOR_PARALLEL_GROUP", expert_tensor, expert_tensor_size),
+        ("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", index % of_experts, of_experts),
     ):
         if size > 1:
             setattr(parallel_state, name, dist.ProcessGroup(rank, size))
 
 
 def name_groups_of_survivors(
-    places: Sequence[Sequence[int]], *, tensor_size: int, pipeline_rank: int, num_pipeline_ranks: int
+    places: Sequence[Sequence[int]],
+    *,
+    tensor_size: int,
+    context_size: int,
+    expert_tensor_size: int,
+    expert_size: int,
+    pipeline_rank: int,
+    num_pipeline_ranks: int,
 ) -> None:
     """Give megatron.core the groups of a job that has lost ranks. Collective over the default group.
 
-    megatron.core can only make the groups of a whole grid of ranks, so its variables are set here. Expert parallelism
-    has degree 1.
+    megatron.core can only make the groups of a whole grid of ranks, so its variables are set here.
 
     Args:
-        places: for each replica that is left, this rank's included, the ranks that together compute the same stages as
-            this rank, ascending.
-        tensor_size: the tensor parallel degree; tensor ranks are consecutive.
+        places: the ranks that are left with the same stages as this rank, ascending: for each place, this rank's
+            included, those that compute the stages together, of one replica or of those that share out experts.
+        tensor_size, context_size, expert_tensor_size, expert_size: the parallel degrees. Ranks of a group are in a
+            row, tensor ranks first, and expert tensor ranks first.
         pipeline_rank, num_pipeline_ranks: this rank's place in the pipeline of its replica.
     """
     forget_groups()
     own = dist.get_rank()
-    place = next(list(each) for each in places if own in each)
-    context, tensor = divmod(place.index(own), tensor_size)
-    row = slice(context * tensor_size, (context + 1) * tensor_size)
+
+    def in_rows(size: int) -> tuple[list[list[int]], list[int], int]:
+        """The places cut into rows of `size` ranks, the row with this rank, and this rank's index there."""
+        rows = [[*place[start : start + size]] for place in places for start in range(0, len(place), size)]
+        row = next(each for each in rows if own in each)
+        return rows, row, row.index(own)
+
+    replicas, replica, index = in_rows(tensor_size * context_size)
+    experts, sharing, expert = in_rows(expert_tensor_size * expert_size)
+    tensor, expert_tensor = index % tensor_size, expert % expert_tensor_size
+    row = slice(index - tensor, index - tensor + tensor_size)
     within = (
-        ([own], _ALONE), (place[row], _TENSOR), (place[tensor::tensor_size], _CONTEXT), (place, _TENSOR_AND_CONTEXT),
+        (replica[row], _TENSOR), (replica[tensor::tensor_size], _CONTEXT), (replica, _TENSOR_AND_CONTEXT),
+        (sharing[expert_tensor::expert_tensor_size], _EXPERT),
+        (sharing[expert - expert_tensor : expert - expert_tensor + expert_tensor_size], _EXPERT_TENSOR),
+        (sharing, _EXPERT_TENSOR_AND_EXPERT),
     )  # fmt: skip
     across = (
-        ([each[place.index(own)] for each in places], _PEERS),
-        ([rank for each in places for rank in each[tensor::tensor_size]], _PEERS_WITH_CONTEXT),
-        ([rank for each in places for rank in each[row]], _TENSOR_AND_PEERS),
-        ([rank for each in places for rank in each], _TENSOR_AND_PEERS_WITH_CONTEXT),
+        ([each[index] for each in replicas], _PEERS),
+        ([rank for each in replicas for rank in each[tensor::tensor_size]], _PEERS_WITH_CONTEXT),
+        ([rank for each in replicas for rank in each[row]], _TENSOR_AND_PEERS),
+        ([rank for each in replicas for rank in each], _TENSOR_AND_PEERS_WITH_CONTEXT),
+        ([each[expert] for each in experts], _PEERS_OF_EXPERTS),
     )
     for groups in (within, across, (([own], _PIPELINE),)):  # names share a group only where their ranks always agree
         made: dict[tuple, dist.ProcessGroup] = {}
@@ -311,19 +341,20 @@ def _rebind(holder: object, found: Mapping[int, dist.ProcessGroup], seen: set[in
                 _rebind(each, found, seen)
 
 
-_ALONE = ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS")
 _PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
-_TENSOR = (
-    "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_EXPERT_TENSOR_PARALLEL_GROUP",
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
-)  # fmt: skip
+_TENSOR = ("_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
 _CONTEXT = ("_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS")
 _TENSOR_AND_CONTEXT = ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP",)
+_EXPERT = ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS")
+_EXPERT_TENSOR = ("_EXPERT_TENSOR_PARALLEL_GROUP",)
+_EXPERT_TENSOR_AND_EXPERT = ("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",)
 _PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS")
 _PEERS_WITH_CONTEXT = (
     "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+)  # fmt: skip
+_PEERS_OF_EXPERTS = (
+    "_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )  # fmt: skip
 _TENSOR_AND_PEERS = ("_TENSOR_AND_DATA_PARALLEL_GROUP",)

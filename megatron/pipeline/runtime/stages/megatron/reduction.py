@@ -91,8 +91,9 @@ class GradientReduction:
     def over_data(self, slot: GradientSlot) -> None:
         """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
 
-        Copies share the microbatches of a batch, so their gradients are summed. Ranks that share sequences scale their
-        losses as if each had whole sequences, so their gradients are averaged.
+        Copies share the microbatches of a batch, so their gradients are summed. Ranks that share a microbatch of the
+        program, parts of sequences or replicas that share out experts, scale their losses as if each had all of it, so
+        their gradients are averaged.
 
         An expert that ranks share out has gradients from the tokens of all these ranks. So its gradients are summed
         only over the ranks with the same experts, but scaled by the factor for all replicas.
@@ -349,6 +350,8 @@ def _warm_up_expert_groups() -> None:
         parallel_state.get_expert_tensor_and_model_parallel_group(),
         parallel_state.get_expert_tensor_parallel_group(),
     ):
+        if not is_formed(group):
+            continue
         for num_bytes in probes():
             _exchange_shares(group, num_bytes, all_to_all=True)
         dist.all_reduce(_probe(_BYTES[0], 1), group=group)  # of the norms of predictions

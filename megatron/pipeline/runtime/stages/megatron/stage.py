@@ -211,13 +211,15 @@ class MegatronStage(CapturingStage):
         assert not self.activations
         self._recompute, self._keeps = recompute, keeps
 
-    def take_from_now(self, share: Share | None) -> None:
+    def take_from_now(self, share: Share | None, *, replica: int = 0, num_replicas: int = 1) -> None:
         """Let the program change to or from one in which the stage is a copy (see the class).
 
         Precondition: the pipeline is drained. The data iterators have to be replaced.
+
+        `replica`, `num_replicas`: of a copy whose microbatches each stand for one of several replicas, that of this
+        rank.
         """
         self._drawn = DrawnData(share)
-        num_replicas, replica = 1, 0
         if share is None:
             num_replicas = parallel_state.get_data_parallel_world_size()
             replica = parallel_state.get_data_parallel_rank()
