@@ -22,7 +22,6 @@ from tests.trainer.run.test_what_loses_ranks import (
     CONTEXT,
     CUT,
     EXPERTS,
-    MUON,
     SEQUENCES,
     SHARED_EXPERT,
 )
@@ -94,8 +93,6 @@ def test_every_place_where_an_expert_group_can_be_lost(tmp_path, flags, losses):
         (f"--expert-model-parallel-size 4 {WHOLE} {CUT} {SEQUENCES} {ONE} --calculate-per-token-loss", 4, 4),
         (f"{SHARED} {DROPOUT} --bf16 {DEEP} --clip-grad 0.5", 2, 2),
         (f"{SHARED} --moe-expert-capacity-factor 1.0 --pipeline-recompute --pipeline-schedule zb-h1 {DEEP}", 2, 2),
-        (f"{SHARED} {MUON} {DEEP}", 2, 2),
-        (f"{SHARED} --fp16 --initial-loss-scale 1024 --loss-scale-window 2 {DEEP}", 2, 2),
     ],
 )  # fmt: skip
 def test_what_a_new_group_takes_over(tmp_path, flags, num_ranks, together):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from megatron.trainer.arguments.flags.config import choice_of, num_places, replicas_of_place
+from megatron.trainer.arguments.flags.config import choice_of, num_places
 from megatron.trainer.arguments.flags.specification import Arguments
 
 _Row = tuple[Callable[[Arguments], object], str, str]
@@ -12,7 +12,10 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),
     (lambda args: num_places(args) < 2, "--expert-model-parallel-size and one copy of each expert",
      "leaves nobody with the experts of a lost rank"),
-    (lambda args: replicas_of_place(args) > 1 and args.use_distributed_optimizer,
+    (lambda args: args.expert_model_parallel_size > 1 and args.optimizer == "muon",
+     "--expert-model-parallel-size above 1 and --optimizer muon",
+     "has groups of parameters in two optimizers, which differ between stages and are not handed over"),
+    (lambda args: args.expert_model_parallel_size > 1 and args.use_distributed_optimizer,
      "--expert-model-parallel-size above 1 and --use-distributed-optimizer",
      "has shards of experts and of other weights over different ranks"),
     (lambda args: args.num_experts is not None and "global_aux_loss" in args.moe_router_load_balancing_type,
