@@ -346,7 +346,11 @@ def require_shared(program: Program) -> None:
     for needs, word, remedy in (
         (program.residency is not None, "weights on the host (residency)", "keep them on the device"),
         (program.optimistic, "steps that do not wait for their norm (optimistic)", "let them wait"),
-        (program.weights.predicts, f"predicted weights ({program.weights.name})", "take 2bw or flush"),
+        (
+            not program.forward_only and program.predicts_apart,
+            f"predictions from a copy's own gradients ({program.weights.name})",
+            "let them read the sum over the copies (reduce_partial: yes), or nothing (provisional_microbatches: 0)",
+        ),
         (program.weights.updates_alone, f"weights {program.weights.name}", "take 2bw or flush"),
         (bool(program.kept), "microbatches that a stage keeps (kept)", "recompute all of a stage or none"),
     ):

@@ -5,9 +5,9 @@ names. PREDICT@t takes the step to version t provisionally. A rank has one stage
 
 - after STEP@(t-1), if the program contains it, since the prediction starts from its weights; and after PREDICT@(t-1);
 - after the backwards of exactly the microbatches of batch t-1 that it reads, since it reads the whole gradient buffer.
-  These are the first `Program.num_read` microbatches of the batch, in any order. An I without its W is not allowed,
-  since it adds only a part of the gradients. Alternatively PREDICT@t comes anywhere after a HOLD@t that satisfies this
-  rule;
+  These are the first `Program.num_read` microbatches of the batch, in any order; where stages are copies, those of them
+  that the copy takes. An I without its W is not allowed, since it adds only a part of the gradients. Alternatively
+  PREDICT@t comes anywhere after a HOLD@t that satisfies this rule;
 - before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
 
 A prediction that reads 0 microbatches takes the last update again. It may come after any backwards, and has no HOLD.
@@ -211,10 +211,15 @@ class _RankPredictions:
         return self.program.first_batch + self.num_predicted
 
     def _unless_done(self, wanted: int) -> str:
-        """The error unless exactly the batch's first `wanted` microbatches have had their backwards; "" if so."""
-        found = self.num_done[self.num_predicted]
-        if found != wanted:
-            backwards, stand = counted(wanted, "backward"), "stands" if found == 1 else "stand"
+        """The error unless exactly the batch's first `wanted` microbatches have had their backwards; "" if so.
+
+        Of these, a copy has to have done those that it takes.
+        """
+        found, here = self.num_done[self.num_predicted], wanted
+        if self.program.copies:
+            here = self.program.num_read_here(self.stage, self._last_batch, wanted)
+        if found != here:
+            backwards, stand = counted(here, "backward"), "stands" if found == 1 else "stand"
             return f"it reads {backwards} of batch {self._last_batch}, and {found} {stand} before it"
         first, last = self.firsts[self.num_predicted], self.end_done[self.num_predicted] - 1
         if last < first + wanted:

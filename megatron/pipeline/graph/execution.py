@@ -10,6 +10,7 @@ from typing import Protocol
 from megatron.pipeline.program.copies import Copy, taken_of
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import (
+    OF_REPLICAS,
     OWN_MOVES,
     RECEIVE_OF,
     RECEIVES,
@@ -331,11 +332,11 @@ class Execution(ABC):
 
     def is_shared(self, update: Instruction) -> bool:
         """Whether ranks wait for each other in a reduction."""
-        return update.kind in SHARED_REDUCTIONS or (bool(self._groups) and update.kind is Kind.REDUCE_GRAD)
+        return update.kind in SHARED_REDUCTIONS or (bool(self._groups) and update.kind in OF_REPLICAS)
 
     def key_of(self, reduction: Instruction) -> ReductionKey:
         """Return the key that all members of a reduction share."""
-        shares = self._groups and reduction.kind is Kind.REDUCE_GRAD
+        shares = self._groups and reduction.kind in OF_REPLICAS
         return reduction.kind, reduction.version, self._groups[reduction.stage] if shares else None
 
     def _post(self, rank: int, position: int, reduction: Instruction, now: int) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron.pipeline.program.copies import Copy, graph_of_copies, pair_stages_of, taken_of
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
-from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
+from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction, Kind
 from megatron.pipeline.program.lane_order import Pairs, Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 
@@ -77,6 +77,19 @@ class Tied:
         return self.tied_embeddings and self.ties_are_apart
 
 
+class Predicting:
+    """The properties of a program or a schedule that follow from its predicted weights."""
+
+    weights: WeightPolicy
+    provisional_microbatches: int | None
+    reduce_partial: bool
+
+    @property
+    def predicts_apart(self) -> bool:
+        """Whether each replica predicts from its own gradients alone, so that predicted weights differ by replica."""
+        return self.weights.predicts and self.provisional_microbatches != 0 and not self.reduce_partial
+
+
 class Kept(NamedTuple):
     """A position in each batch whose microbatch a stage does not recompute, although it recomputes others."""
 
@@ -96,7 +109,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Extent(Stages, Tied):
+class Extent(Stages, Tied, Predicting):
     """Stages, batches and rules of a program, from a drained state to a drained state.
 
     Attributes:
@@ -114,8 +127,9 @@ class Extent(Stages, Tied):
         residency: how the program keeps its weights on the host; None: they live on the device.
         unread: if the weights predict, for each stage the number of backwards of a batch that stand after the
             prediction from that batch; empty if `provisional_microbatches` gives the number that each prediction reads.
+            With copies, those of all copies of the stage.
         provisional_microbatches: the number of microbatches of a batch that the prediction of every stage reads; 0: a
-            prediction takes the last update again; None: all but the `unread` ones.
+            prediction takes the last update again; None: all but the `unread` ones. With copies, over all copies.
         reduce_partial: whether predictions read the sum of the gradients over the replicas.
         forward_only: the program evaluates: it has forwards at the newest entry version, no backwards and no updates.
         copies: of which stage of the model each stage is a copy, and which microbatches it takes; empty: each stage is
@@ -300,20 +314,40 @@ class Extent(Stages, Tied):
         return range(self._batch_starts[batch - first], self._batch_starts[batch - first + 1])
 
     def num_read(self, stage: int, batch: int) -> int:
-        """Return how many backwards of a batch the prediction from that batch reads at a stage.
+        """Return how many microbatches of a batch the prediction from that batch reads at a stage: the first ones.
 
-        These are the first backwards of the batch in the row.
+        Where stages are copies, the copies of a stage share them out (`num_read_here`).
         """
         if self.provisional_microbatches is not None:
             return self.provisional_microbatches
         return self.batches[batch - self.first_batch] - self.unread[stage]
+
+    def num_read_here(self, stage: int, batch: int, num_read: int | None = None) -> int:
+        """Return how many of the first `num_read` microbatches of a batch a stage takes; None: of those of `num_read`.
+
+        The backwards of these are the stage's first ones of the batch in the row.
+        """
+        num_read = self.num_read(stage, batch) if num_read is None else num_read
+        if not self.copies:
+            return num_read
+        taken, first = self._indexes_taken[stage], self.microbatches_of(batch).start - self.first_microbatch
+        return bisect_left(taken, first + num_read) - bisect_left(taken, first)
+
+    def num_held(self, word: Instruction) -> int:
+        """Return of how many microbatches, over all copies, a HOLD or REDUCE_PARTIAL_EMBED keeps gradients."""
+        batch = word.version - 1
+        return self.num_read(word.stage, batch) if word.kind is Kind.HOLD else self.num_read_of_ties(batch)
+
+    @property
+    def says_what_predictions_read(self) -> bool:
+        return self.provisional_microbatches is not None or bool(self.unread)
 
     def reads_ties(self, stage: int) -> bool:
         """Whether the predictions of a stage read a tied-embedding gradient to which another rank contributes."""
         return self.provisional_microbatches != 0 and self.ties_ranks and stage in self.tied_stages
 
     def num_read_of_ties(self, batch: int) -> int:
-        """Return how many backwards of a batch the predictions of tied embeddings read: the smaller of both ends."""
+        """Return how many microbatches of a batch predictions of tied embeddings read: the smaller of both ends."""
         return min(self.num_read(stage, batch) for stage in self.tied_stages)
 
     @property

@@ -320,6 +320,7 @@ RESIDENCY_WORDS = UPDATES & kinds(lambda word: word.lane is Lane.H2D)  # these r
 TRANSFERS = MOVES | SENDS | RECEIVES | STASH_WORDS
 AWAITED = frozenset(kind for word in WORDS.values() for kind in word.awaits)
 SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # ranks wait for each other there
+OF_REPLICAS = kinds(lambda word: word.members is Members.REPLICAS)  # where stages are copies, these wait there, too
 EVALUATES = RESIDENCY_WORDS | kinds(lambda word: _F in (word.makes, word.sends, word.receives))
 USES_SAVED = kinds(lambda word: word.uses_saved)
 BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)

@@ -122,13 +122,6 @@ class WeightPolicy:
         return bool(self.delay)
 
     @property
-    def irregularity(self) -> str | None:
-        """What weights of the policy do, where all stages have to step together from whole batches; None: that."""
-        if self.predicts:
-            return "predict from gradients of a part of a batch"
-        return "let each stage step by itself" if self.updates_alone else None
-
-    @property
     def batch_size(self) -> int | None:
         """The number of microbatches that a batch has to have; None: any number."""
         return 1 if self.delay is None and not self.refreshes else None

@@ -183,6 +183,7 @@ class PipelineEngine:
             graph=schedule.graph,
             weights=schedule.weights,
             copies=schedule.copies,
+            num_held=schedule.num_held if schedule.copies else None,
             transfers=self._transfers,
             lanes=self._lanes,
             stash=self.stash,

@@ -92,6 +92,7 @@ class Executor:
         graph: StageGraph,
         weights: WeightPolicy,
         copies: Sequence[Copy] = (),
+        num_held: Callable[[Instruction], int] | None = None,
         transfers: ActivationTransfers | None = None,
         lanes: Lanes | None = None,
         stash: InputStash | ActivationStash | None = None,
@@ -111,7 +112,7 @@ class Executor:
         self._tracer = tracer
         self._steps = Steps(
             self._stages, update, chain, late_chain, saved, alone=self._steps_alone, lanes=lanes,
-            stop_requests=stop_requests, waited=self._waited,
+            stop_requests=stop_requests, waited=self._waited, num_held=num_held,
         )  # fmt: skip
         self._microbatches, self.reports = self._steps.microbatches, self._steps.reports
         self._begun, self._num_backwards = self._steps.begun, self._steps.num_backwards

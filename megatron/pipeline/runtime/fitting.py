@@ -74,10 +74,15 @@ def numbered(
 def require_copyable(schedule: PipelineSchedule) -> None:
     """Raise ValueError unless stages that are copies can have the weights of the schedule."""
     weights = schedule.weights
-    if weights.irregularity:
+    if weights.updates_alone:
         raise ValueError(
-            f"weights {weights.name} {weights.irregularity}, and copies of a stage share a batch and step together; "
-            "run copies under flush or 2bw"
+            f"weights {weights.name} let each stage step by itself, and copies of a stage share a batch and step "
+            "together; run copies under flush or 2bw"
+        )
+    if schedule.predicts_apart:
+        raise ValueError(
+            f"weights {weights.name} are predicted from the gradients of each copy alone, and copies of a stage share "
+            "a batch; let predictions read the sum over the copies (reduce_partial)"
         )
     if schedule.residency is not None:
         raise ValueError("the schedule has copies of stages and its weights on the host; keep these on the device")

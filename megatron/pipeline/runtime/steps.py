@@ -49,6 +49,8 @@ class Steps:
         stages, update, chain, late_chain, saved, lanes, stop_requests: as for `Executor`.
         alone: each stage steps by itself.
         waited: called after each wait for reductions.
+        num_held: where stages are copies, returns how many microbatches a HOLD or REDUCE_PARTIAL_EMBED reads over all
+            copies, which add up their gradients; None: the finished backwards.
 
     Attributes:
         of_stage: stage -> the stages that step together with it.
@@ -72,10 +74,12 @@ class Steps:
         lanes: Lanes | None,
         stop_requests: Callable[[], int],
         waited: Callable[[], None],
+        num_held: Callable[[Instruction], int] | None = None,
     ) -> None:
         self._stages, self._update, self._saved, self._alone = stages, update, saved, alone
         self._chain, self._late_chain, self._lanes = chain, late_chain, lanes
         self._stop_requests, self._waited = stop_requests, waited
+        self._num_held = num_held or self._num_done
         together = Stepping(update)
         self.of_stage = {each: Stepping(update.of_stage(each)) if alone else together for each in stages}
         self._newest = dict.fromkeys(stages, -1)  # the last version stepped to at each stage
@@ -211,24 +215,26 @@ class Steps:
 
     def _num_done(self, instruction: Instruction) -> int:
         """Return the number of finished backwards of the batch that makes the instruction's version."""
-        self.require_whole(instruction, instruction.version - 1)
         return self.num_backwards[instruction.version - 1]
 
     def hold(self, instruction: Instruction) -> None:
-        self._update.hold(instruction.version, self._num_done(instruction))
+        self.require_whole(instruction, instruction.version - 1)
+        self._update.hold(instruction.version, self._num_held(instruction))
 
     def reduce_partial(self, instruction: Instruction) -> None:
         self._post(instruction, lambda: self._update.reduce_partial(instruction.version))
 
     def reduce_partial_embed(self, instruction: Instruction) -> None:
-        self._update.hold_embed(instruction.version, self._num_done(instruction))
+        self.require_whole(instruction, instruction.version - 1)
+        self._update.hold_embed(instruction.version, self._num_held(instruction))
         self._post(instruction, lambda: self._update.reduce_partial_embed(instruction.version))
 
     def predict(self, instruction: Instruction) -> None:
         self._chain.wait_for(instruction.version)
         self._waited()
-        num_done = self._num_done(instruction) if self._update.reads_gradients else 0
-        self._update.predict(instruction.version, num_done)
+        if self._update.reads_gradients:
+            self.require_whole(instruction, instruction.version - 1)
+        self._update.predict(instruction.version, self._num_done(instruction))
 
 
 # --- optimistic steps that were refused

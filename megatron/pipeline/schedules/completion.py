@@ -6,7 +6,7 @@ stay at the places that the user gave them:
 
     if rows have no   they are added by the pass
     R                 recompute, if the program recomputes and has no updates of its own
-    REDUCE, STEP      updates
+    REDUCE, STEP      updates, and predictions if the program says what they read
     @version          versions
     SEND, RECV        communication
 """
@@ -26,7 +26,12 @@ from megatron.pipeline.schedules.continuation import Continuation, cuts_of, find
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.activations import add_recompute
 from megatron.pipeline.schedules.passes.communication import add_communication
-from megatron.pipeline.schedules.passes.updates import add_updates, set_versions, without_versions
+from megatron.pipeline.schedules.passes.updates import (
+    add_predictions,
+    add_updates,
+    set_versions,
+    without_versions,
+)
 
 
 def completed(
@@ -42,7 +47,8 @@ def completed(
     Raises:
         ProgramError: the rows are wrong, before or after their completion.
         ValueError: the program does not train, or has weights on the host, or no REDUCE_NORM; or its weights predict,
-            and the rows leave out the updates; or `receives_ahead` is more than 1, and the rows have transfers.
+            the rows leave out the updates, and the program does not say what predictions read; or `receives_ahead` is
+            more than 1, and the rows have transfers.
     """
     require_training(program)
     compact(program)
@@ -50,7 +56,7 @@ def completed(
     adds_updates = not kinds & UPDATES
     if receives_ahead > 1 and kinds & (SENDS | RECEIVES):
         raise ValueError(f"the rows have receives, so receives_ahead: {receives_ahead} has no effect; drop it")
-    if program.weights.predicts and adds_updates:
+    if program.weights.predicts and adds_updates and not program.says_what_predictions_read:
         raise ValueError(
             f"weights {program.weights.name} are predicted where the rows say it; add the updates and PREDICT of each "
             "batch, as `tools/schedule.py show --csv` writes them"
@@ -120,6 +126,8 @@ def _lowered(
     segments = _segments(program, drains)
     if adds_updates:
         segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
+        if program.weights.predicts:
+            segments = [add_predictions(each, rank, program) for rank, each in enumerate(segments)]
         segments = [set_versions(each, program) for each in segments]
     if not communicates:
         segments = add_communication(segments, program, receives_ahead=receives_ahead)

@@ -27,7 +27,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.graph.row_graph import forget_graph
 from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
-from megatron.pipeline.program.extent import Extent, Tied
+from megatron.pipeline.program.extent import Extent, Predicting, Tied
 from megatron.pipeline.program.instruction import Kind, Row, Rows
 from megatron.pipeline.program.lane_order import Pairs, Residency
 from megatron.pipeline.program.program import PeriodicProgram, Program, shifted_row
@@ -86,7 +86,7 @@ class ShiftedRows(Sequence[Row]):
         return shifted_row(self._rows[rank], microbatches=self._microbatches, versions=self._versions)
 
 
-class PipelineSchedule(Tied, ABC):
+class PipelineSchedule(Tied, Predicting, ABC):
     """Builds the programs of batches that `validate` accepts.
 
     Attributes:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.csv_text import names_stated, notes_of_completion, read_notes
-from megatron.pipeline.program.instruction import HALVES, UPDATES, Kind
+from megatron.pipeline.program.instruction import HALVES, UPDATES, Instruction, Kind
 from megatron.pipeline.program.program import PeriodicProgram, Program, shifted_row
 from megatron.pipeline.schedules.compatibility import require_known_norm
 from megatron.pipeline.schedules.completion import completed, renumbered, require_equal_batches, require_training
@@ -159,6 +159,10 @@ class ProgramSchedule(PipelineSchedule):
 
     def keeps(self, stage: int) -> frozenset[int]:
         return self.program.keeps(stage)
+
+    def num_held(self, word: Instruction) -> int:
+        """Return the same as `Extent.num_held`, for a word of any batch."""
+        return self.program.num_held(replace(word, version=1))
 
     # --- batches and memory
 

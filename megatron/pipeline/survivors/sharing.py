@@ -77,8 +77,8 @@ class Sharing:
 
     Raises:
         ValueError: a lost rank does not exist, or no replica is left that has its stages; or the schedule keeps
-            weights on the host, predicts weights, updates after each microbatch, has steps that do not wait for their
-            norm, or has copies already.
+            weights on the host, predicts weights from the gradients of each replica alone, updates after each
+            microbatch, has steps that do not wait for their norm, or has copies already.
     """
 
     schedule: PipelineSchedule
@@ -103,7 +103,11 @@ class Sharing:
                 )
         for refused, word, remedy in (
             (schedule.residency is not None, "keeps weights on the host", "keep them on the device"),
-            (weights.predicts, f"predicts weights ({weights.name})", "take plain 2bw or flush"),
+            (
+                schedule.predicts_apart,
+                f"predicts weights from the gradients of each replica alone ({weights.name})",
+                "let predictions read the mean over the replicas, or take plain 2bw",
+            ),
             (weights.batch_size is not None, f"updates after each microbatch ({weights.name})", "take 2bw or flush"),
             (weights.updates_alone, f"steps each stage by itself ({weights.name})", "take flush"),
             (schedule.optimistic, "has steps that do not wait for their norm", "drop --optimistic-steps"),
@@ -212,7 +216,21 @@ class Sharing:
             tied_stage=schedule.tied_stage,
             data_parallel=schedule.data_parallel or self.num_replicas > 1,
             copies=copies,
+            **self._predictions,
         )
+
+    @property
+    def _predictions(self) -> dict[str, object]:
+        """What predictions read: the same microbatches of the batch as the predictions of all replicas together."""
+        schedule, num_replicas = self.schedule, self.num_replicas
+        if not schedule.weights.predicts:
+            return {}
+        if schedule.provisional_microbatches is not None:
+            read = {"provisional_microbatches": schedule.provisional_microbatches * num_replicas}
+        else:
+            unread = schedule.remaining_backwards(self.num_microbatches)
+            read = {"unread": tuple(unread[stage] * num_replicas for stage, _ in self.stages)}
+        return {**read, "reduce_partial": schedule.reduce_partial}
 
     def extent_of(self, num_batches: int) -> Extent:
         """Return the extent of several batches."""

@@ -13,6 +13,12 @@ ACCEPTED = (
 )  # fmt: skip
 
 
+_PREDICTIONS = (
+    {}, {"predict": True, "reduce_partial": True}, {"predict": True, "provisional_microbatches": 0},
+    {"predict": True, "reduce_partial": True, "provisional_microbatches": 1},
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Job:
     """A schedule of a replica, its microbatches, the replicas, the lost ranks, and costs."""
@@ -35,8 +41,10 @@ def schedule_of(name: str, num_ranks: int, **choices: object) -> Schedule:
 def jobs(draw: st.DrawFn, *, presets: tuple[str, ...] = ACCEPTED, most: int = 3, most_lost: int = 2) -> Job:
     """At most `most` ranks, replicas and microbatches, but for the fewest that a schedule takes."""
     num_ranks, num_replicas = draw(st.integers(1, most)), draw(st.integers(2, most))
+    preset = draw(st.sampled_from(presets))
+    predictions = draw(st.sampled_from(_PREDICTIONS)) if preset == "2bw" else {}
     schedule = schedule_of(
-        draw(st.sampled_from(presets)), num_ranks, recompute=draw(st.booleans()), tied_embeddings=draw(st.booleans())
+        preset, num_ranks, recompute=draw(st.booleans()), tied_embeddings=draw(st.booleans()), **predictions
     )
     sizes = [size for size in range(1, 2 * num_ranks + most) if schedule.accepts(size)]
     every = [ReplicaRank(replica, rank) for replica in range(num_replicas) for rank in range(num_ranks)]

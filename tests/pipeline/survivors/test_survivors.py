@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from megatron.pipeline.check import check
+from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import ProgramSchedule, Schedule
 from megatron.pipeline.simulate import simulate
@@ -48,9 +49,9 @@ def test_every_computation_is_done_once_by_a_rank_that_is_left(job: Job):
 @settings(deadline=None, max_examples=15)
 @given(jobs(presets=("2bw",), most=2, most_lost=1))
 def test_2bw_goes_on_without_a_drain(job: Job):
-    """Its batches follow one another, and the steady time keeps its bound."""
+    """Its batches follow one another, with predictions, too, and the steady time keeps its bound."""
     left = survive(job)
-    assert left.schedule.weights.name == "2bw" and not left.schedule.drains_between_periods
+    assert left.schedule.weights == job.schedule.weights and not left.schedule.drains_between_periods
     assert left.seconds >= left.bound - 1e-9
 
 
@@ -118,13 +119,44 @@ def test_lost_ranks_of_several_replicas():
     assert left.seconds >= left.bound >= 18
 
 
+@pytest.mark.parametrize("num_read", [None, 1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_predictions_read_the_microbatches_of_all_replicas(num_read: int | None, tied: bool):
+    """Copies keep the gradients of what the replicas' predictions read, together and each once. A program in which one
+    keeps fewer is refused."""
+    schedule = schedule_of(
+        "2bw", 3, predict=True, reduce_partial=True, provisional_microbatches=num_read, tied_embeddings=tied
+    )
+    size, num_replicas = 4, 3
+    left = without(schedule, size, num_replicas=num_replicas, lost=[ReplicaRank(0, 0), ReplicaRank(2, 1)])
+    program = left.schedule.build((size * num_replicas,) * 3)
+    for stage in range(3):
+        of_replica = num_read or size - (2 - stage)
+        kept: list[int] = []
+        for rank, row in enumerate(program.rows):
+            if left.ranks[rank].rank == stage:
+                [hold] = [at for at, each in enumerate(row) if (each.kind, each.version) == (Kind.HOLD, 2)]
+                batch = range(size * num_replicas, 2 * size * num_replicas)
+                done = [each.microbatch for each in row[:hold] if each.kind is Kind.BACKWARD]
+                kept += [each for each in done if each in batch]
+        assert sorted(kept) == list(batch[: of_replica * num_replicas])
+    rank, hold = next(
+        (rank, at) for rank, row in enumerate(program.rows) for at, each in enumerate(row) if each.kind is Kind.HOLD
+    )
+    row = program.rows[rank]
+    last = max(at for at in range(hold) if row[at].kind is Kind.BACKWARD)
+    early = (*row[:last], row[hold], *row[last:hold], *row[hold + 1 :])
+    with pytest.raises(ProgramError, match=r"it reads .* of batch 0, and"):
+        check(program.with_rows((*program.rows[:rank], early, *program.rows[rank + 1 :])))
+
+
 @pytest.mark.parametrize(
     ("change", "lost", "word"),
     [
         ({"name": "l2l"}, ["0.0"], "keeps weights on the host"),
         ({"name": "pipedream"}, ["0.0"], "updates after each microbatch"),
         ({"optimistic": True}, ["0.0"], "do not wait for their norm"),
-        ({"name": "2bw", "predict": True}, ["0.0"], "predicts weights"),
+        ({"name": "2bw", "predict": True}, ["0.0"], "predicts weights from the gradients of each replica alone"),
         ({}, ["0.1", "1.1"], "every replica has lost rank 1, so nobody holds the weights of stage 1"),
         ({}, ["2.0"], r"there is no rank 2.0: the job has 2 replicas of 2 ranks, 0.0 to 1.1"),
         ({}, ["x"], "'x' is no replica and pipeline rank"),

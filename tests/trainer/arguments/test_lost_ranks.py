@@ -19,6 +19,8 @@ TWO = {"world_size": 2}
     [
         "",
         "--pipeline-schedule 2bw",
+        "--pipeline-schedule 2bw --2bw-provisional stage --2bw-provisional-reduce",
+        "--pipeline-schedule 2bw --2bw-error-feedback",
         "--pipeline-schedule zb-h1",
         "--bf16",
         "--log-saved-activations --pipeline-timeline x",
@@ -66,10 +68,13 @@ def test_replicas_of_a_pipeline_go_on(flags):
          "--redundant-optimizer and another --optimizer than adam would need copies of whole parameters, and only"),
         ("--pipeline-schedule l2l", 2, "weights on the host has no copies of stages"),
         ("--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 2 --untie-embeddings-and-output-weights"
-         " --pipeline-model-parallel-size 2", 4, "predicted or stashed weights needs weights that follow from whole"),
+         " --pipeline-model-parallel-size 2", 4, "stashed weights needs weights that follow from"),
         ("--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 "
          "--pipeline-model-parallel-size 2", 4,
-         "predicted or stashed weights needs weights"),
+         "predicted weights and no --2bw-provisional-reduce has a prediction of each replica, and"),
+        ("--pipeline-schedule 2bw --2bw-provisional stage --2bw-provisional-reduce --use-distributed-optimizer "
+         "--pipeline-model-parallel-size 2", 4,
+         "predicted weights and --use-distributed-optimizer has shards of predictions, which are not cut anew"),
         ("--pipeline-schedule 2bw --2bw-single-gradient-buffer", 2,
          "--2bw-single-gradient-buffer steps before it knows the sums that others may lack"),
         ("--optimistic-steps --pipeline-model-parallel-size 2", 4, "--optimistic-steps may have to take a step back"),

@@ -135,6 +135,8 @@ class Places:
         _around(GlooMoveLink, "send", before=of_microbatch("move"))
         _around(MegatronWeightUpdate, "reduce_grad", before=of_version("chain"))
         _around(MegatronWeightUpdate, "reduce_norm", before=of_version("norm"))
+        _around(MegatronWeightUpdate, "reduce_partial", before=of_version("partial"))
+        _around(MegatronWeightUpdate, "predict", before=of_version("predict"), after=of_version("predicted"))
         _around(MegatronWeightUpdate, "step", before=of_version("step"), after=of_version("stepped"))
         _around(
             BaseUpdate, "_fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)

@@ -417,7 +417,10 @@ class PredictingUpdate(WeightUpdate, Protocol):
         """
 
     def hold(self, version: int, num_microbatches: int) -> None:
-        """Keep a copy of the gradients of batch ``version - 1`` after `num_microbatches` of its backwards."""
+        """Keep a copy of the gradients of batch ``version - 1`` after `num_microbatches` of its backwards.
+
+        Where stages are copies, which add up what they keep, these are the backwards of all copies of the stage.
+        """
 
     def hold_embed(self, version: int, num_microbatches: int) -> None:
         """As `hold`, but only for the gradients of the embedding that two stages share."""

@@ -180,7 +180,7 @@ def add_predictions(segments: Segments, rank: int, extent: Extent) -> Segments:
 
 def _with_partial_gradients(segment: Segment, stage: int, batch: int, extent: Extent) -> Segment:
     """Add what the prediction at the end of a segment needs: HOLD, and the reductions of partial gradients."""
-    num_read = extent.num_read(stage, batch)
+    num_read = extent.num_read_here(stage, batch)
     of_batch = [each.kind in ENDS_BACKWARD and extent.batch_of(each.microbatch) == batch for each in segment]
     behind: dict[int, list[Kind]] = {}  # number of backwards done -> words that follow
     if extent.reduce_partial or 0 < num_read < sum(of_batch):
@@ -188,7 +188,8 @@ def _with_partial_gradients(segment: Segment, stage: int, batch: int, extent: Ex
     if extent.reduce_partial:
         behind[num_read].append(Kind.REDUCE_PARTIAL)
     if extent.reads_ties(stage):
-        behind.setdefault(extent.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
+        of_ties = extent.num_read_here(stage, batch, extent.num_read_of_ties(batch))
+        behind.setdefault(of_ties, []).append(Kind.REDUCE_PARTIAL_EMBED)
     extended: Segment = []
     num_done = 0
     for each, is_of_batch in zip(segment, of_batch, strict=True):

@@ -284,6 +284,12 @@ class MegatronPrediction:
             for each in self._provisionals:
                 each.step(coefficient, puts_off=with_prediction and self._last_update is None)
 
+    def finish(self) -> None:
+        """Take the steps that are put off: no prediction follows."""
+        with self.versions.true_weights():
+            for each in self._provisionals:
+                each.finish()
+
     @torch.no_grad()
     def repeat(self, version: int) -> None:
         """Make the predicted weights of `version` by taking the last update again."""

@@ -102,9 +102,7 @@ class GradientReduction:
         """
         for buffer, flat in zip(self._buffers, slot.flats, strict=True):
             group = self._groups.expert_data if id(buffer) in self._of_experts else self._groups.data
-            factor, copies = buffer.gradient_scaling_factor, self._groups.copies
-            if copies is not None:
-                factor = 1.0 if self._per_token else 1.0 / copies.sharing
+            factor = self._scaling_factor(buffer)
             if factor != 1.0:
                 flat.mul_(factor)
             if group is None:
@@ -114,6 +112,13 @@ class GradientReduction:
                 continue
             for bucket in buffer.buckets:
                 group.reduce_scatter(bucket_of(flat, bucket))
+
+    def _scaling_factor(self, buffer: Any) -> float:
+        """The factor of the gradients of one of megatron.core's buffers when they are summed over the replicas."""
+        copies = self._groups.copies
+        if copies is None:
+            return buffer.gradient_scaling_factor
+        return 1.0 if self._per_token else 1.0 / copies.sharing
 
     def over_embedding(self, slot: GradientSlot) -> None:
         """Add up the gradients of the word embedding that stages on two ranks share."""
@@ -163,8 +168,10 @@ class GradientReduction:
         gradient = partial
         if over_data and self._groups.data is not None:
             self._groups.data.all_reduce(gradient)
-            gradient.mul_(self._buffers[0].gradient_scaling_factor)
+            gradient.mul_(self._scaling_factor(self._buffers[0]))
         if self._groups.embedding is not None:
+            if not self._groups.adds_embedding:
+                gradient.zero_()
             self._groups.embedding.all_reduce(gradient)
 
     def over_embedding_copies(self, slot: GradientSlot) -> None:

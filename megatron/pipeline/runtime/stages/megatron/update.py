@@ -130,7 +130,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         self.chunks = chunks
         rule = self.weights
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
-        self._tokens_per_microbatch: float | None = None  # of all replicas, in the last batch that has stepped
+        self._tokens_per_sample: float | None = None  # in the last batch that has stepped
         self._check(chunks)
         self._owners = owners(self._inner)
         self._prediction: MegatronPrediction | None = None
@@ -325,7 +325,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
             self.router_tokens.step(version, batch.report.tokens_per_expert)
         self._last_norm = batch.report.grad_norm
         if self._per_token:
-            self._tokens_per_microbatch = batch.report.num_tokens / batch.info.num_microbatches
+            self._tokens_per_sample = batch.report.num_tokens / batch.info.num_samples
         if batch.norm_reduced.is_reached:
             del self._batches[version]
         return batch.report
@@ -380,6 +380,8 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
                 self._prediction.clip_factor = coefficient * report.gradient_scale
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
+        if self._prediction is not None:
+            self.versions.stepped = version
         self._advance(report)
         if not batch.on_trial:
             self._gradients.give_back(batch.buffer)
@@ -411,14 +413,14 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
     def _estimated_scale(self, batch: _Batch) -> float | None:
         """`gradient_scale` of the gradients that a prediction reads, as if they were of all microbatches of `batch`.
 
-        The tokens of the batch are not counted yet: each microbatch is taken to have as many tokens as the microbatches
-        of the last batch that has stepped had on average. None if no batch has stepped yet.
+        The tokens of the batch are not counted yet: each sample is taken to have as many tokens as the samples of the
+        last batch that has stepped had on average. None if no batch has stepped yet.
         """
         if not self._per_token:
             return batch.report.loss_scale
-        if self._tokens_per_microbatch is None:
+        if self._tokens_per_sample is None:
             return None
-        tokens = self._tokens_per_microbatch * batch.info.num_microbatches
+        tokens = self._tokens_per_sample * batch.info.num_samples
         if not self.reduces_partial and self._groups.data is not None:
             tokens /= self._groups.data.size
         return batch.report.loss_scale * tokens
@@ -445,7 +447,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
 
     def sums_of_newest(self) -> NormReduction | None:
         """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
-        return self.sums.get(self.versions.newest - 1)
+        return self.sums.get(self.versions.stepped - 1)
 
     def go_on_from(self, version: int, sums: NormReduction | None) -> list[BatchReport]:
         """Make the steps up to `version`, drop all batches in flight, and continue from `version`.
@@ -462,9 +464,11 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
             The reports of the batches whose steps were made or completed here.
         """
         self._gathers = False  # the groups are broken; the ranks that take over the shards gather the weights
-        newest = self._batches.get(self.versions.newest)
-        reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.versions.newest)]
-        for made in range(self.versions.newest + 1, version + 1):
+        if self._prediction is not None:
+            self._prediction.finish()
+        newest = self._batches.get(self.versions.stepped)
+        reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.versions.stepped)]
+        for made in range(self.versions.stepped + 1, version + 1):
             batch, known = self._batches[made], sums if made == version else self.sums[made - 1]
             assert batch.norm_squared is not None and known is not None
             self._fill(batch.report, known)
@@ -474,6 +478,8 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
             if batch.buffer is not None and not batch.applied:
                 self._gradients.give_back(batch.buffer)
         self._batches.clear()
+        if self._prediction is not None:
+            self._prediction.versions.go_back()
         if self.router_tokens is not None:
             self.router_tokens.abandon()
         return reports
@@ -485,11 +491,11 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         state = super().state_dict()
         if self._prediction is None:
             return state
-        tokens = {"tokens_per_microbatch": self._tokens_per_microbatch} if self._per_token else {}
+        tokens = {"tokens_per_sample": self._tokens_per_sample} if self._per_token else {}
         return {**state, "clip_factor": self._prediction.clip_factor, **tokens}
 
     def load_state_dict(self, state: dict | None) -> None:
         super().load_state_dict(state)
         if self._prediction is not None and self._clip_grad > 0.0 and state and "clip_factor" in state:
             self._prediction.clip_factor = state["clip_factor"]
-        self._tokens_per_microbatch = (state or {}).get("tokens_per_microbatch")
+        self._tokens_per_sample = (state or {}).get("tokens_per_sample")

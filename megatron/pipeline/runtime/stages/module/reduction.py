@@ -118,6 +118,8 @@ class ModuleReduction:
         """Add up the gradients of the tied parameter over its stages. `over_data`: first average over the replicas."""
         if over_data:
             self.average([gradient])
+        if not self.tied.adds:
+            gradient.zero_()
         torch.distributed.all_reduce(gradient, group=self.tied.group)
 
     def unused_everywhere(self, buffer: GradientBuffer) -> list[str]:

@@ -187,14 +187,17 @@ def test_a_copy_knows_the_copies_that_have_its_microbatches():
 @pytest.mark.parametrize(
     ("differs", "message"),
     [
-        ({"weights": POLICIES["2bw-provisional"]}, "predict from gradients of a part of a batch, and copies"),
+        (
+            {"weights": POLICIES["2bw-provisional"], "predicts_apart": True},
+            "the gradients of each copy alone, and",
+        ),
         ({"weights": POLICIES["stash"]}, "let each stage step by itself, and copies of a stage share a batch"),
         ({"residency": object()}, "has copies of stages and its weights on the host; keep these on the device"),
     ],
 )
 def test_what_copies_cannot_do_is_refused(differs, message):
     """The sentence says what the schedule has and what to choose."""
-    plain = {"weights": POLICIES["flush"], "residency": None}
+    plain = {"weights": POLICIES["flush"], "residency": None, "predicts_apart": False}
     require_copyable(SimpleNamespace(**plain))
     with pytest.raises(ValueError, match=message):
         require_copyable(SimpleNamespace(**plain | differs))

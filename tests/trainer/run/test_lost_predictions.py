@@ -1,0 +1,164 @@
+"""Runs with provisional weights lose ranks and get them back: each batch is computed at the prediction that an
+undisturbed run computes it at.
+
+One process is the oracle where all stages read as many microbatches: it reads those of both replicas. Where each stage
+reads what it has done, the oracle is an undisturbed job of as many ranks, which
+tests/pipeline/runtime/stages/megatron compares with plain torch.
+"""
+
+import pytest
+
+from tests.trainer.run.lost_rank_jobs import (
+    MODEL,
+    assert_nothing_lost,
+    gpt,
+    run,
+    undisturbed,
+    values,
+)
+from tests.trainer.run.run_case import BASE, table, train
+from tests.trainer.run.test_coming_back import DECAY
+from tests.trainer.run.test_experts import BIASED
+from tests.trainer.run.test_what_loses_ranks import EXPERTS, LOST_AND_BACK, MUON
+
+P2 = "--pipeline-model-parallel-size 2"
+P4 = "--pipeline-model-parallel-size 4"
+TWO_BW = f"--pipeline-schedule 2bw --eval-interval 4 --eval-iters 1 {DECAY}"
+STAGE = "--2bw-provisional stage --2bw-provisional-reduce"
+
+
+def uniform(num_read: int) -> str:
+    return f"--2bw-provisional uniform --2bw-provisional-microbatches {num_read}"
+
+
+def reduced(num_read: int) -> str:
+    return f"{uniform(num_read)} --2bw-provisional-reduce"
+
+
+def test_a_rank_is_lost_while_it_predicts_and_comes_back(tmp_path):
+    """A rank of the first stage dies before a prediction. When it is back, rank 0 lacks the step to version 7, behind
+    which rank 3 has predicted version 8 and dies. A run of all ranks resumes from the checkpoint that the others save.
+    """
+    losses = [
+        [1, "predict", 3, "SIGKILL"],
+        [2, "forward", 5, "newcomer"],
+        [0, "without sums", 7, "broken"],
+        [3, "predicted", 8, "SIGKILL"],
+    ]
+    flags = f"--global-batch-size 8 --train-iters 10 {TWO_BW} --clip-grad 0.5"
+    saving = f"--save {tmp_path}/saved --save-interval 8"
+    job = run(tmp_path, 4, f"{flags} {P2} {reduced(2)} {saving}", losses, max_restarts=1)
+    assert_nothing_lost(job, f"{flags} {uniform(4)}")
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [1, 3], job.outcome.output
+    assert "rank 1 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
+    resumed = train(4, f"{flags} {P2} {reduced(2)} --load {tmp_path}/saved --ckpt-step 8", base=MODEL)
+    later = {at: loss for at, loss in values(undisturbed(f"{flags} {uniform(4)}"), "lm_loss").items() if at > 8}
+    assert resumed[-1]["losses"] == pytest.approx(later, rel=2e-6)
+
+
+def _num_ranks(whole: str) -> int:
+    return 1 if P2 not in whole else 4 if STAGE in whole else 2
+
+
+# name: (flags, of the job, of its oracle)
+RUNS = {
+    "stage, clipped": ("--clip-grad 0.3", STAGE, f"{STAGE} {P2}"),
+    "stage, tied": (f"{BASE} --clip-grad 0.3 --bf16", STAGE, f"{STAGE} {P2}"),
+    "stage, by token": (
+        "--clip-grad 0.3 --calculate-per-token-loss --hidden-dropout 0.1 --attention-dropout 0.1", STAGE,
+        f"{STAGE} {P2}",
+    ),
+    "tied": (f"{BASE} --bf16", reduced(2), f"{uniform(4)} {P2}"),
+    "tied, error feedback": (BASE, "--2bw-error-feedback", "--2bw-error-feedback"),
+    "error feedback, bf16": ("--bf16 --clip-grad 0.5", "--2bw-error-feedback", "--2bw-error-feedback"),
+    "bf16": ("--bf16 --clip-grad 0.5", reduced(2), uniform(4)),
+    "fp16 that overflows": ("--fp16 --initial-loss-scale 4294967296 --loss-scale-window 2", reduced(3), uniform(6)),
+    "sgd": ("--optimizer sgd --sgd-momentum 0.9 --clip-grad 0.5", reduced(2), uniform(4)),
+    "lamb": ("--optimizer lamb --lr 1e-3", reduced(2), uniform(4)),
+    "muon": (MUON, reduced(2), uniform(4)),
+    "experts": (f"{EXPERTS} {BIASED}", reduced(2), uniform(4)),
+    "recomputed": ("--pipeline-recompute --optimizer-kernel fused", reduced(3), uniform(6)),
+}  # fmt: skip
+
+
+@table("flags, predicted, whole", RUNS, usual=0)
+def test_each_batch_is_computed_at_its_prediction(tmp_path, flags: str, predicted: str, whole: str):
+    """A rank is lost and comes back, and another one is lost behind a step that rank 0 lacks."""
+    trained = gpt(BASE if BASE in flags else None)
+    shared = f"--global-batch-size 8 --train-iters 12 {TWO_BW} {flags.removeprefix(BASE)}"
+    job = run(tmp_path, 4, f"{shared} {P2} {predicted}", LOST_AND_BACK, max_restarts=1, trained=trained)
+    assert_nothing_lost(job, f"{shared} {whole}", num_ranks=_num_ranks(whole), trained=trained)
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [1, 3], job.outcome.output
+    assert "rank 1 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "losses"),
+    [
+        ("", [
+            [0, "forward", 2, "SIGKILL"], [1, "backward", 3, "SIGSTOP"], [4, "partial", 4, "SIGKILL"],
+            [2, "chain", 5, "SIGKILL"], [5, "predict", 6, "SIGSTOP"], [6, "predicted", 8, "SIGKILL"],
+        ]),
+        ("--bf16 --clip-grad 0.5", [
+            [7, "step", 2, "SIGKILL"], [0, "save", 1, "SIGSTOP"], [4, "new program", 2, "SIGKILL"],
+            [1, "partial", 6, "SIGKILL"], [5, "predicted", 6, "SIGKILL"], [2, "stepped", 8, "SIGKILL"],
+        ]),
+        ("--optimizer sgd --sgd-momentum 0.9", [
+            [1, "without sums", 3, "broken"], [4, "without sums", 3, "broken"], [0, "predicted", 4, "SIGKILL"],
+            [5, "predict", 5, "error"], [2, "new groups", 2, "error"], [7, "norm", 7, "SIGSTOP"],
+        ]),
+    ],
+    ids=["fp32", "bf16", "sgd"],
+)  # fmt: skip
+def test_every_place_where_a_rank_can_be_lost(tmp_path, flags, losses):
+    """Eight ranks, evaluations and checkpoints: in each part of a batch, between batches, and in a recovery."""
+    shared = f"--global-batch-size 16 --train-iters 9 {TWO_BW} {flags}"
+    job = run(tmp_path, 8, f"{shared} {P2} {reduced(2)} --save saved --save-interval 4", losses, timeout=500)
+    assert_nothing_lost(job, f"{shared} {uniform(8)}")
+    expected = sorted(rank for rank, _, _, what in losses if what != "broken")
+    assert sorted(moment.rank for moment in job.moments if moment.is_loss) == expected, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("predicted", [reduced(1), STAGE])
+def test_four_stages(tmp_path, predicted):
+    """A rank of the last stage and one of the first are lost at once, and come back."""
+    losses = [[1, "partial", 3, "SIGKILL"], [6, "predict", 3, "SIGKILL"]]
+    losses += [[3, "forward", iteration, "newcomer"] for iteration in (6, 9)]
+    shared = f"--global-batch-size 8 --train-iters 12 {TWO_BW} --clip-grad 0.5"
+    job = run(tmp_path, 8, f"{shared} {P4} {predicted}", losses, max_restarts=1)
+    if predicted == STAGE:
+        assert_nothing_lost(job, f"{shared} {P4} {STAGE}", num_ranks=8)
+    else:
+        assert_nothing_lost(job, f"{shared} {uniform(2)}")
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --clip-grad 0.3",
+        "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss",
+    ],
+)
+def test_groups_that_predict_together(tmp_path, flags):
+    """A rank is lost with its tensor or context parallel group, and both come back; then one dies behind a prediction
+    of the group."""
+    losses = [[3, "partial", 3, "SIGKILL"], [4, "forward", 5, "newcomer"], [4, "predicted", 8, "SIGKILL"]]
+    shared = f"--global-batch-size 8 --train-iters 11 {TWO_BW} {P2} {STAGE} {flags}"
+    job = run(tmp_path, 8, shared, losses, max_restarts=1)
+    assert_nothing_lost(job, shared, num_ranks=8)
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+def test_batches_that_grow(tmp_path):
+    """4 samples a batch, 6 from the 9th on, and 8 from the 15th on: predictions read as many of each."""
+    flags = f"--global-batch-size 8 --rampup-batch-size 4 2 64 --train-iters 18 {TWO_BW}"
+    losses = [[1, "predict", 10, "SIGKILL"], [0, "without sums", 15, "broken"], [2, "predicted", 16, "SIGKILL"]]
+    job = run(tmp_path, 4, f"{flags} {P2} {reduced(1)}", losses)
+    assert_nothing_lost(job, f"{flags} {uniform(2)}")
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [1], job.outcome.output
