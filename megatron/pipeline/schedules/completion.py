@@ -58,8 +58,9 @@ def completed(
         raise ValueError(f"the rows have receives, so receives_ahead: {receives_ahead} has no effect; drop it")
     if program.weights.predicts and adds_updates and not program.says_what_predictions_read:
         raise ValueError(
-            f"weights {program.weights.name} are predicted where the rows say it; add the updates and PREDICT of each "
-            "batch, as `tools/schedule.py show --csv` writes them"
+            f"weights {program.weights.name} are predicted, and nothing says from which microbatches; add `# unread:` "
+            "with a number for each stage, or the updates and PREDICT of each batch, as `tools/schedule.py show --csv` "
+            "writes them"
         )
     if adds_updates and names_versions(program.rows):
         bare = program.with_rows(without_versions(program.rows))

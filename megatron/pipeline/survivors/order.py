@@ -75,6 +75,7 @@ class Work:
         held: the change in the number of microbatches that its rank holds.
         num_awaited: the number of computations that it waits for.
         followers: the computations that wait for it, with the seconds from its end to the moment when they may start.
+            Both have further entries behind those of the computations, for joins of predictions.
         queues: the number of its queue. A rank starts the computations of a queue in the order of their arrival.
         priorities: its places in two orders: backwards, then forwards, then W; and the order of the merged rows.
     """
@@ -114,6 +115,52 @@ class Work:
             queues.setdefault((each.kind, each.stage, *sorted(sources[at])), len(queues))
             for at, each in enumerate(everything)
         ]
+        if extent.weights.predicts and extent.provisional_microbatches != 0:
+            self._add_predictions()
+
+    def _add_predictions(self) -> None:
+        """Add the waits for predictions, through joins: numbers behind those of the computations.
+
+        At a copy, other backwards of a batch come after those that the prediction from that batch reads. At all copies
+        of a stage, the forwards of the next batch come after these, and those of an embedding's other stage, too.
+        """
+        extent, stage_of = self.extent, [copy.stage for copy in self.extent.copies]
+        of_batch: dict[tuple[int, int], int] = {}  # model stage, batch -> the join of all its copies
+        read: dict[tuple[int, int], list[int]] = {}
+        others: dict[tuple[int, int], list[int]] = {}
+        for at, each in enumerate(self.computations):
+            batch, position = divmod(each.microbatch, extent.batches[0])
+            if each.kind is Kind.FORWARD:
+                continue
+            key = each.stage, batch
+            if position >= extent.num_read(each.stage, 0):
+                others.setdefault(key, []).append(at)
+            elif each.kind in ENDS_BACKWARD:
+                read.setdefault(key, []).append(at)
+        for (stage, batch), computations in read.items():
+            whole = of_batch.get((stage_of[stage], batch))
+            if whole is None:
+                whole = of_batch[stage_of[stage], batch] = self._add_join()
+            own = self._add_join()
+            for at in computations:
+                self._wait(at, own)
+            for at in (whole, *others.get((stage, batch), ())):
+                self._wait(own, at)
+        tied = {stage_of[each] for each in extent.tied_stages} if extent.ties_ranks else set()
+        for at, each in enumerate(self.computations):
+            if each.kind is Kind.FORWARD and each.microbatch >= extent.batches[0]:
+                stage, before = stage_of[each.stage], each.microbatch // extent.batches[0] - 1
+                for other in {stage, 0} if stage in tied else {stage}:
+                    self._wait(of_batch[other, before], at)
+
+    def _add_join(self) -> int:
+        self.followers.append([])
+        self.num_awaited.append(0)
+        return len(self.followers) - 1
+
+    def _wait(self, at: int, follower: int) -> None:
+        self.followers[at].append((follower, 0.0))
+        self.num_awaited[follower] += 1
 
     def _urgency(self, places: Sequence[int]) -> list[int]:
         """Return the place of each computation in the order backwards, forwards, W; within each, by `places`."""
@@ -212,6 +259,13 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
     wakes: list[tuple[float, int, int]] = []
 
     def becomes_ready(each: int) -> None:
+        if each >= len(ranks):  # a join; what arrived first waits first
+            for follower, _ in sorted(work.followers[each], key=lambda pair: ready_at[pair[0]]):
+                ready_at[follower] = max(ready_at[follower], ready_at[each])
+                num_awaited[follower] -= 1
+                if not num_awaited[follower]:
+                    becomes_ready(follower)
+            return
         rank = ranks[each]
         if not keeps_rows:
             queues[rank].setdefault(work.queues[each], deque()).append(each)
@@ -329,6 +383,7 @@ def _patterned(work: Work, ordered: Ordered, num_batches: int) -> list[list[int]
     """Return rows in which every batch has the order of a late batch's starts, one period behind the batch before.
 
     A computation waits only for computations of its own microbatch, and they start before it. So no deadlock occurs.
+    What waits for a prediction starts after what the prediction reads in the pattern, and so in every batch.
     """
     size, pattern = work.extent.batches[0], num_batches - 3
     number = {each: at for at, each in enumerate(work.computations)}

@@ -73,7 +73,7 @@ def _without_program(args: TrainConfig, size: int) -> str | None:
 
     `size`: the number of microbatches in a batch.
     """
-    if args.num_experts is not None or args.changes:
+    if args.num_experts is not None or args.changes or args.schedule.predicts_apart:
         return refusal(args)
     try:
         Sharing(args.schedule, size, num_places(args), frozenset(single_losses(1)[0]))

@@ -233,7 +233,7 @@ class LostRanks:
         note, shards = None, None if self._shards is None else self._shards.note(run)
         if self.has_state or shards:  # a new process may have a shard on which the other ranks do not count yet
             note = {
-                "version": run.update.versions.stepped, "settled": run.iteration if settled is None else settled,
+                "version": run.update.newest_version, "settled": run.iteration if settled is None else settled,
                 "stop_requests": stop_requests, "sums": _as_note(run.update.sums_of_newest()),
                 "writes": run.reporter.writes, "shards": shards, "is_new": not self.has_state,
                 "data": run.args.data_digest, "train_iters": run.args.train_iters, "iteration": run.iteration,

@@ -67,11 +67,24 @@ def test_halves_of_backwards_are_carried_through():
     assert words[-3:] == ["1W1", "1REDUCE_NORM", "1STEP"]
 
 
+@pytest.mark.parametrize("num_read", [None, 1])
+def test_predictions_stand_where_the_next_batch_begins(num_read):
+    """A file that says what predictions read is completed as the preset's computations are."""
+    preset = Schedule.preset(
+        "2bw", num_stages=2, predict=True, provisional_microbatches=num_read, reduce_partial=True, data_parallel=True
+    )
+    whole = preset.build((3, 3, 3, 3))
+    complete = completed(without(whole, UPDATES | SENDS | RECEIVES, versions=True))
+    words = (Kind.HOLD, Kind.REDUCE_PARTIAL, Kind.PREDICT, Kind.STEP, Kind.FORWARD, Kind.BACKWARD)
+    for row, own in zip(complete.rows, whole.rows, strict=True):
+        assert [each for each in row if each.kind in words] == [each for each in own if each.kind in words]
+
+
 @pytest.mark.parametrize(("text", "reason"), [
     ("0F0,0F1\n", "forwards alone"),
     ("# global_norm: no\n0F0,0B0\n", "no REDUCE_NORM"),
-    ("# weights: 2bw-provisional\n# batches: 1 1 1\n# unread: 0\n0F0,0B0,0F1,0B1,0F2,0B2\n",
-     "predicted where the rows say it"),
+    ("# weights: 2bw-provisional\n# batches: 1 1 1\n0F0,0B0,0F1,0B1,0F2,0B2\n",
+     "are predicted, and nothing says from which microbatches; add `# unread:` with a number for each stage"),
     (TORCH.replace(",1F3", ""), "1B3: "),
     (TORCH.replace("0B2,0B3", "0B3,0B2").replace("1F3,1B3", "1B3,1F3"), "rank 1, position 6, 1B3"),
     ("# batches: 1 1\n0F0,0F1,0B0,0B1\n", "0STEP@1: batch 0, whose gradients it takes, has backwards to come"),

@@ -31,6 +31,12 @@ def test_seconds_where_a_gpu_is_named(dry):
     assert all(0 < each["undisturbed"] < each["seconds"] < 1 for each in found["lost"]["losses"])
 
 
+def test_predictions_from_the_mean_of_all_replicas_go_on(dry):
+    status, out, _, found = dry(f"{JOB} --pipeline-schedule 2bw --2bw-provisional stage --2bw-provisional-reduce")
+    assert status == 0 and [each["lost"] for each in found["lost"]["losses"]] == [["0.0"], ["0.1"]], out
+    assert all(each["undisturbed"] < each["bound"] <= each["seconds"] for each in found["lost"]["losses"])
+
+
 def test_a_t5_has_no_seconds(run_words):
     """The planner prices no cross-attention, so a decoder's layer would count as one of the encoder."""
     words = f"{SMALL_T5} --dry-run 4 --dry-run-gpu H100 --pipeline-model-parallel-size 2 --pipeline-schedule flush"
@@ -59,6 +65,8 @@ def test_what_becomes_of_the_optimizers_shards(dry, flags: str, word: str):
          "a lost rank ends this job: a run with --moe-router-load-balancing-type global_aux_loss counts tokens over"),
         ("--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 2",
          "updates after each microbatch (stash); take 2bw or flush"),
+        ("--pipeline-schedule 2bw --2bw-provisional stage",
+         "a lost rank ends this job: a run with predicted weights and no --2bw-provisional-reduce has a prediction of"),
         ("--global-batch-size 8192", "takes minutes for 2 replicas of 4096 microbatches"),
     ],
 )  # fmt: skip

@@ -97,11 +97,6 @@ class WeightVersions:
         return self._window
 
     @property
-    def stepped(self) -> int:
-        """The version that the last step has made: `newest`, unless computations use predictions."""
-        return self.newest
-
-    @property
     def num_slots(self) -> int:
         """The number of slots allocated so far, at most `window`; a slot is allocated when it is first needed."""
         return len(self._slots)

@@ -189,12 +189,10 @@ class PredictedVersions(WeightVersions):
             run already knows: name -> tensor, or None if it equals the true weights. The call is collective over
             replicas that share out the optimizer's state. None: predictions read gradients.
         restored: the upcoming prediction of a checkpoint, until it is made; else None.
-        stepped: the version of the true weights. Whoever makes steps counts it up.
     """
 
     upcoming: Callable[[], Slot | None] | None = None
     restored: Slot | None = None
-    stepped: int = 0  # in place of the property
 
     def __init__(
         self,
@@ -212,7 +210,6 @@ class PredictedVersions(WeightVersions):
         self._true = {name: self._parameters[name].data.clone() for name in names}
         self._has_masters = len(self._true) < len(self._parameters) or exchanges
         self._write_true = write_true
-        self.stepped = first_version
         self._true_slot: int | None = None  # the slot into which masters were written last
 
     @contextmanager
@@ -272,17 +269,17 @@ class PredictedVersions(WeightVersions):
             for name, tensor in self._slots[slot].items():
                 tensor.copy_(self._parameters[name].data if predicted is None else predicted[name])
         self._table = {version: slot}
-        self.newest = self.stepped = version
+        self.newest = version
 
-    def go_back(self) -> None:
-        """Forget predictions of versions after `stepped`, whose batches are computed again.
+    def go_back_to(self, version: int) -> None:
+        """Forget the prediction of the version after `version`, if there is one: its batch is computed again.
 
-        A prediction that takes the last update again is not made from gradients, and stays as `restored`.
+        A prediction that takes the last update again does not follow from gradients, and stays as `restored`.
         """
-        if self.newest > self.stepped:
+        if self.newest > version:
             made = self._table.pop(self.newest)
             self.newest -= 1
-            assert self.newest == self.stepped in self._table, "a rank predicts a version behind the step to the last"
+            assert self.newest == version in self._table, "a rank predicts a version after the step to the one before"
             if self.upcoming is not None:
                 self.restored = {name: tensor.clone() for name, tensor in self._slots[made].items()}
 

@@ -380,8 +380,6 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
                 self._prediction.clip_factor = coefficient * report.gradient_scale
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
-        if self._prediction is not None:
-            self.versions.stepped = version
         self._advance(report)
         if not batch.on_trial:
             self._gradients.give_back(batch.buffer)
@@ -413,8 +411,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
     def _estimated_scale(self, batch: _Batch) -> float | None:
         """`gradient_scale` of the gradients that a prediction reads, as if they were of all microbatches of `batch`.
 
-        The tokens of the batch are not counted yet: each sample is taken to have as many tokens as the samples of the
-        last batch that has stepped had on average. None if no batch has stepped yet.
+        Its tokens are not counted yet: its samples count as those of the last batch that has stepped; None: none has.
         """
         if not self._per_token:
             return batch.report.loss_scale
@@ -445,9 +442,15 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         """Whether no batch is in flight, so that the newest weights are complete."""
         return not self._batches
 
+    @property
+    def newest_version(self) -> int:
+        """The newest version that a step has made. The one after it may be predicted already."""
+        newest = self._batches.get(self.versions.newest)
+        return self.versions.newest - bool(self._prediction and newest and not newest.applied)
+
     def sums_of_newest(self) -> NormReduction | None:
         """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
-        return self.sums.get(self.versions.stepped - 1)
+        return self.sums.get(self.newest_version - 1)
 
     def go_on_from(self, version: int, sums: NormReduction | None) -> list[BatchReport]:
         """Make the steps up to `version`, drop all batches in flight, and continue from `version`.
@@ -466,9 +469,9 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         self._gathers = False  # the groups are broken; the ranks that take over the shards gather the weights
         if self._prediction is not None:
             self._prediction.finish()
-        newest = self._batches.get(self.versions.stepped)
-        reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.versions.stepped)]
-        for made in range(self.versions.stepped + 1, version + 1):
+        newest = self._batches.get(self.newest_version)
+        reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.newest_version)]
+        for made in range(self.newest_version + 1, version + 1):
             batch, known = self._batches[made], sums if made == version else self.sums[made - 1]
             assert batch.norm_squared is not None and known is not None
             self._fill(batch.report, known)
@@ -479,12 +482,10 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
                 self._gradients.give_back(batch.buffer)
         self._batches.clear()
         if self._prediction is not None:
-            self._prediction.versions.go_back()
+            self._prediction.versions.go_back_to(version)
         if self.router_tokens is not None:
             self.router_tokens.abandon()
         return reports
-
-    # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
         """The state of `BaseUpdate`, and under predicted weights the clip factor and the tokens of the last step."""
