@@ -121,6 +121,17 @@ def test_every_place_where_a_rank_can_be_lost(tmp_path, flags, losses):
 
 
 @pytest.mark.full
+def test_a_step_is_put_off_until_its_prediction(tmp_path):
+    """What the prediction reads is long reduced, so rank 0 puts the step to version 6 off, and hears of a loss before
+    it predicts version 7."""
+    losses = [[0, "predict", 7, "alarm"], [3, "predict", 7, "SIGKILL"]]
+    flags = f"--global-batch-size 16 --train-iters 10 {TWO_BW}"
+    job = run(tmp_path, 4, f"{flags} {P2} {reduced(1)}", losses)
+    assert_nothing_lost(job, f"{flags} {uniform(2)}")
+    assert {moment.what for moment in job.moments if ":" in moment.what} == {"predict:alarm", "predict:SIGKILL"}
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("predicted", [reduced(1), STAGE])
 def test_four_stages(tmp_path, predicted):
     """A rank of the last stage and one of the first are lost at once, and come back."""
