@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron.pipeline.program.copies import Copy, graph_of_copies, pair_stages_of, taken_of
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
-from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction, Kind
+from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
 from megatron.pipeline.program.lane_order import Pairs, Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 
@@ -334,9 +334,9 @@ class Extent(Stages, Tied, Predicting):
         return bisect_left(taken, first + num_read) - bisect_left(taken, first)
 
     def num_held(self, word: Instruction) -> int:
-        """Return of how many microbatches, over all copies, a HOLD or REDUCE_PARTIAL_EMBED keeps gradients."""
-        batch = word.version - 1
-        return self.num_read(word.stage, batch) if word.kind is Kind.HOLD else self.num_read_of_ties(batch)
+        """Return of how many microbatches, over all copies, a word keeps gradients (all, or those of embeddings)."""
+        batch, keeps_all = word.version - 1, word.kind.row.keeps == "gradients"
+        return self.num_read(word.stage, batch) if keeps_all else self.num_read_of_ties(batch)
 
     @property
     def says_what_predictions_read(self) -> bool:
