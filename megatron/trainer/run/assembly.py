@@ -6,6 +6,7 @@ before the first sample. The training loop gets one record (`Run`).
 
 from __future__ import annotations
 
+import pickle
 import time
 from dataclasses import replace
 from itertools import chain
@@ -40,7 +41,7 @@ from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.start_up.initialize import prepare_outputs
-from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.optimizer import choose_kernel, kinds_of_parameters
 from megatron.trainer.start_up.run import (
     ModelAndOptimizer,
     Run,
@@ -50,6 +51,7 @@ from megatron.trainer.start_up.run import (
 )
 
 if TYPE_CHECKING:
+    from megatron.pipeline.runtime.failure.membership import Membership
     from megatron.trainer.data.datasets import Datasets
 
 
@@ -73,16 +75,27 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
         raise
 
 
-def assemble_alone(args: TrainConfig, program: TrainingProgram) -> Run:
+def assemble_alone(args: TrainConfig, program: TrainingProgram, membership: Membership) -> Run:
     """Build the run of a new process that replaces a lost rank, without its state and its engine.
 
     `args`: completed, with the rank of the lost process. This process is alone in its process group, and megatron.core
     has its pipeline rank. Raises ValueError as `assemble` does.
     """
     args, reporter, datasets, num_tokens = _read(args, program, writes=False)
-    built = setup_model_and_optimizer(args, program)
+    kinds = pickle.loads(membership.ask(lambda store: store.get(_KINDS)))
+    built = setup_model_and_optimizer(args, program, kinds=kinds)
     writer = CheckpointWriter(args.save) if args.save is not None else None
     return Run(args, program, built, None, reporter, writer, datasets.parts, num_tokens)
+
+
+_KINDS = "kinds of parameters"  # a key of the job's store
+
+
+def tell_new_processes(run: Run, membership: Membership) -> None:
+    """Let rank 0 write to the job's store what `assemble_alone` needs to know of the other ranks."""
+    if membership.rank == 0:
+        kinds = pickle.dumps(kinds_of_parameters(run.optimizer))
+        membership.ask(lambda store: store.set(_KINDS, kinds))
 
 
 def _read(

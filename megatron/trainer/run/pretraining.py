@@ -31,7 +31,7 @@ from megatron.trainer.checkpoint.ownership import release_all
 from megatron.trainer.plan.arrangement import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import configure_logging
-from megatron.trainer.run.assembly import assemble, assemble_alone
+from megatron.trainer.run.assembly import assemble, assemble_alone, tell_new_processes
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.run import TrainingProgram
@@ -71,7 +71,7 @@ def pretrain(
     with initialize.left_in_order(), guarded(guard):
         if lost_ranks is not None and not lost_ranks.has_state:
             try:
-                run = assemble_alone(args, program)
+                run = assemble_alone(args, program, lost_ranks.membership)
             except ValueError as error:  # the other ranks do not know of the error
                 raise OnThisRank(str(error)) from error
             try:
@@ -82,6 +82,8 @@ def pretrain(
                 return
         else:
             run = assemble(initialize.set_up(args), program)
+            if lost_ranks is not None:
+                tell_new_processes(run, lost_ranks.membership)
         proved = () if lost_ranks is None else lost_ranks.proved.lines
         for line in (*assignment.lines, *proved, *(f"note: {note}" for note in notes)):
             run.reporter.say(line)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -135,12 +136,21 @@ def _key(title: str, layout: str | None, decoupled_lr: float | None = None) -> P
 # --- the optimizer of a run -------------------------------------------------------------------------------------------
 
 
+Kinds = list[list[tuple]]
+"""For each of the lists of groups that megatron.core makes for an optimizer, the kinds of parameters of all ranks."""
+
+
 def build_optimizer(
-    args: TrainConfig, chunks: Sequence[torch.nn.Module], *, on_host: bool = False
+    args: TrainConfig, chunks: Sequence[torch.nn.Module], *, on_host: bool = False, kinds: Kinds | None = None
 ) -> MegatronOptimizer:
-    """Build the optimizer of `args` for a rank's chunks. `on_host`: weights live on the host, which makes the steps.
+    """Build the optimizer of `args` for a rank's chunks.
 
     If replicas own whole parameters, the optimizer has this replica's, and `owners(optimizer)` knows the other owners.
+
+    Args:
+        on_host: weights live on the host, which makes the steps.
+        kinds: in a process that is alone, `kinds_of_parameters` of the job whose rank it is to be. Its optimizer then
+            has the groups that those of the job's ranks have, empty ones included.
     """
     wanted = core_config.optimizer_config(args)
     shared = None
@@ -163,6 +173,7 @@ def build_optimizer(
         optimizers_on_host() if on_host else nothing,
         _as_one(chunks) if on_host else nothing,
         nothing if shared is None else shared.building(),
+        _with_kinds(kinds) as found,
     ):
         optimizer = get_megatron_optimizer(wanted, chunks, config_overrides=overrides)
     if own is not None:
@@ -170,7 +181,33 @@ def build_optimizer(
             each.owners = shared
             if not each.is_stub_optimizer:
                 each.optimizer = _in_place_of(each.optimizer, own)
+    optimizer.kinds_of_parameters = found
     return optimizer
+
+
+def kinds_of_parameters(optimizer: MegatronOptimizer) -> Kinds:
+    """The kinds of parameters (learning rate, weight decay, layout) for which the ranks' optimizers have groups."""
+    return optimizer.kinds_of_parameters
+
+
+@contextlib.contextmanager
+def _with_kinds(known: Kinds | None) -> Iterator[Kinds]:
+    """Yield a list of the kinds that megatron.core gathers within the block, or give it the `known` kinds instead.
+
+    megatron.core makes the same groups on all ranks: one for each kind of parameter that any of them has.
+    """
+    found: Kinds = []
+    gather = torch.distributed.all_gather_object
+
+    def gathered(kinds_of_ranks: list, own: list) -> None:
+        if known is None:
+            gather(kinds_of_ranks, own)
+        else:
+            kinds_of_ranks[:] = [known[len(found)]]
+        found.append(list(dict.fromkeys(kind for kinds in kinds_of_ranks for kind in kinds)))
+
+    with mock.patch.object(torch.distributed, "all_gather_object", gathered):
+        yield found
 
 
 @contextlib.contextmanager

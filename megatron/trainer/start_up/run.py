@@ -56,7 +56,7 @@ from megatron.trainer.plan import arrangement, from_flags
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.metrics import ALLOCATED, DEFERRED, LOSS, SAVED_ACTIVATIONS, flops_per_sample
 from megatron.trainer.start_up.initialize import require_room
-from megatron.trainer.start_up.optimizer import build_optimizer
+from megatron.trainer.start_up.optimizer import Kinds, build_optimizer
 
 if TYPE_CHECKING:
     from megatron.pipeline.survivors import Survivors
@@ -137,6 +137,7 @@ def setup_model_and_optimizer(
     draws: bool = True,
     locally: Callable[[], AbstractContextManager] = nullcontext,
     copies: CopyRanks | None = None,
+    kinds: Kinds | None = None,
 ) -> ModelAndOptimizer:
     """Build this rank's part of the pipeline of `args`. Collective.
 
@@ -147,6 +148,7 @@ def setup_model_and_optimizer(
         locally: a context manager around each step that needs no other rank, entered equally often on each rank. In it,
             a rank that fails, for example for lack of memory, can tell the others.
         copies: the ranks with copies of this rank's stages, if ranks were lost.
+        kinds: in a process that is alone, the kinds of parameters of the job's ranks (see `build_optimizer`).
 
     Raises ValueError if flags, data and machine do not go together.
     """
@@ -167,7 +169,7 @@ def setup_model_and_optimizer(
         chunks = wrap_for_training(chunks, core_config.ddp_config(args), on_host=on_host, draws=draws)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
     with locally():  # after the collective with which it begins
-        optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
+        optimizer = build_optimizer(args, trained or chunks, on_host=on_host, kinds=kinds)
         scheduler = core_config.param_scheduler(args, optimizer)
     may_move = args.made_program is not None and args.pipeline_moves != "none"  # the next program may, too
     counts = args.moves_activations or may_move or args.log_saved_activations

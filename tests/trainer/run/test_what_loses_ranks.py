@@ -82,6 +82,21 @@ def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_r
     assert num_ranks > 4 or "rank 1 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_ranks", "lost", "flags"),
+    [(4, 3, MUON), (4, 2, f"{MUON} --bf16"), (8, 3, "--decoupled-lr 3e-3 --bf16 --pipeline-schedule 2bw")],
+)
+def test_a_new_process_has_the_groups_of_parameters_of_all_ranks(tmp_path, num_ranks, lost, flags):
+    """Also where its own stage lacks some kind of parameters: position embeddings, or embeddings and a head."""
+    flags = f"--global-batch-size 8 --train-iters 10 {flags}"
+    losses = [[lost, "forward", 3, "SIGKILL"], [0, "forward", 6, "newcomer"]]
+    shape = f"--pipeline-model-parallel-size {num_ranks // 2} --save saved --save-interval 4"
+    job = run(tmp_path, num_ranks, f"{flags} {shape}", losses, max_restarts=1)
+    assert_nothing_lost(job, flags)
+    assert f"rank {lost} is back: {num_ranks} ranks of {num_ranks} go on" in job.outcome.output, job.outcome.output
+
+
 TENSOR = "--tensor-model-parallel-size 2"
 CONTEXT = "--context-parallel-size 2 --position-embedding-type rope"
 CUT = f"{TENSOR} --sequence-parallel"
