@@ -22,6 +22,7 @@ from tests.trainer.run.test_what_loses_ranks import (
     CONTEXT,
     CUT,
     EXPERTS,
+    MUON,
     SEQUENCES,
     SHARED_EXPERT,
 )
@@ -93,6 +94,7 @@ def test_every_place_where_an_expert_group_can_be_lost(tmp_path, flags, losses):
         (f"--expert-model-parallel-size 4 {WHOLE} {CUT} {SEQUENCES} {ONE} --calculate-per-token-loss", 4, 4),
         (f"{SHARED} {DROPOUT} --bf16 {DEEP} --clip-grad 0.5", 2, 2),
         (f"{SHARED} --moe-expert-capacity-factor 1.0 --pipeline-recompute --pipeline-schedule zb-h1 {DEEP}", 2, 2),
+        (f"{SHARED} {MUON} --pipeline-schedule 2bw {DEEP}", 2, 2),
     ],
 )  # fmt: skip
 def test_what_a_new_group_takes_over(tmp_path, flags, num_ranks, together):
