@@ -435,8 +435,6 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         """The weight versions of a stage of the rank: the same for all its stages."""
         return self.versions
 
-    # Called after other ranks were lost, while nothing runs.
-
     @property
     def is_drained(self) -> bool:
         """Whether no batch is in flight, so that the newest weights are complete."""
@@ -453,7 +451,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         return self.sums.get(self.newest_version - 1)
 
     def go_on_from(self, version: int, sums: NormReduction | None) -> list[BatchReport]:
-        """Make the steps up to `version`, drop all batches in flight, and continue from `version`.
+        """Make the steps up to `version`, drop all batches in flight, and continue from `version`. Nothing may run.
 
         When a rank is lost, some ranks may have made the next version and others not, although all have reduced its
         gradients. The ranks with the sums over all ranks pass the sums to the others. Under 2bw the last stage reduces
