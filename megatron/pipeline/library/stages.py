@@ -7,8 +7,8 @@ stages take its output, a module may return a dict from stage to output.
 
 Shapes are found by an additional run of the first microbatch: each stage in turn computes copies of the microbatch
 without an autograd graph, and restores its buffers and the random state. So any module may be a stage, also a module
-whose shapes depend on values. A module or a loss that writes to what it is given is then always given copies. Otherwise
-a recompute would read the changed values, and autograd would refuse to change received tensors.
+whose shapes depend on values. A module or a loss that writes to what it is given is always given copies from then on.
+Otherwise a recompute would read the changed values, and autograd would refuse to change received tensors.
 """
 
 from __future__ import annotations
@@ -298,19 +298,33 @@ def _run(
     random_state, was_training = RandomState.capture(device), module.training
     if evaluates:
         module.eval()
-    copies = {source: _copies(tensors) for source, tensors in inputs.items()}
-    copied = None if data is None else MicrobatchData(_copies(data.inputs), _copies(data.targets))
-    given = tree_leaves([list(copies.values()), None if copied is None else [copied.inputs, copied.targets]])
+    originals = [list(inputs.values()), None if data is None else [data.inputs, data.targets]]
     try:
-        with spare_buffers(module), torch.no_grad():
-            found = module(copied, copies)
-        # A tensor counts the operations that changed it in place.
-        module.is_given_copies |= any(each._version > 0 for each in given if isinstance(each, Tensor))
+        # Tensors of inference mode do not count the operations that change them in place.
+        with torch.inference_mode(False), spare_buffers(module), torch.no_grad():
+            copies = _copies(originals)
+            given = [each for each in tree_leaves(copies) if isinstance(each, Tensor)]
+            versions = [each._version for each in given]
+            found = module(
+                None if data is None else MicrobatchData(*copies[1]), dict(zip(inputs, copies[0], strict=True))
+            )
+            counted = [each._version for each in given] != versions
+            module.is_given_copies |= counted or not _are_equal(given, tree_leaves(originals))
         return found
     finally:
         if evaluates:
             module.train(was_training)
         random_state.restore(device)
+
+
+def _are_equal(copies: Sequence[Tensor], originals: Sequence[Any]) -> bool:
+    """Whether copies have the values of the originals. This finds writes through ``data``, which no tensor counts."""
+    try:
+        tensors = [each for each in originals if isinstance(each, Tensor)]
+        torch.testing.assert_close(list(copies), tensors, rtol=0, atol=0, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def _copies(values: Any) -> Any:
