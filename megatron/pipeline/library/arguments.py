@@ -1,32 +1,23 @@
-"""What a user may give to a `Pipeline`: refusals of what would fail only in the first step."""
+"""What a user may give to a `Pipeline`: refusals of what would fail only in the first batch."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import nn
+
+def is_duration(timeout: Any) -> bool:
+    """Whether `timeout` is a duration above 0."""
+    return isinstance(timeout, timedelta) and timeout > timedelta(0)
 
 
-def require_duration(timeout: timedelta) -> timedelta:
+def require_duration(timeout: Any) -> timedelta:
     """`timeout`. Raises ValueError if it is no duration, or not above 0."""
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+    if not is_duration(timeout):
         raise ValueError(f"timeout is {timeout!r}; give a datetime.timedelta above 0")
     return timeout
-
-
-def require_trainable(modules: Iterable[nn.Module]) -> None:
-    """Raise ValueError if parameters that require gradients are float16."""
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and parameter.dtype == torch.float16:
-                raise ValueError(
-                    f"the parameter {name} is float16, whose gradients would need a scaled loss; use float32, with "
-                    "autocast=torch.bfloat16, or bfloat16"
-                )
 
 
 def require_makers(**makers: Callable[..., Any] | None) -> None:
@@ -45,9 +36,13 @@ def require_steps(name: str, made: Any) -> Any:
     step = getattr(made, "step", None)
     if not callable(step):
         raise ValueError(f"{name} returns a {type(made).__name__}, which has no step; return a torch {name}")
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except ValueError:  # a function in C need not tell its parameters
+        return made
     needed = [
         each.name
-        for each in inspect.signature(step).parameters.values()
+        for each in parameters
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if needed:

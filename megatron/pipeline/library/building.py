@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.documents import counted
-from megatron.pipeline.library.arguments import require_trainable
 from megatron.pipeline.library.batches import MicrobatchFeed
 from megatron.pipeline.library.ranks import Groups, LossCounts, Ranks
 from megatron.pipeline.library.stages import ChainModule, LibraryStage, LossFunction, Specs, StageModule, edges_of
@@ -349,7 +348,6 @@ def place(
         if traced_batches < 0:
             raise ValueError(f"traced_batches is {traced_batches}; give the number of batches to trace, or 0 for none")
         modules = tuple(modules_of(module))
-        require_trainable(modules)
         return modules, device_of(modules, device)
 
     modules, found_device = agreement.on(own)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.pipeline.library.arguments import require_duration, require_makers, require_steps
+from megatron.pipeline.library.arguments import is_duration, require_duration, require_makers, require_steps
 from megatron.pipeline.library.batches import Announcement, Announcements, BatchData, MicrobatchFeed, split_batch
 from megatron.pipeline.library.building import Tie, build_stage, place, stage_module, trained
 from megatron.pipeline.library.ranks import Groups, LossCounts, close_at_exit, find_ranks, leave_at_exit
@@ -38,6 +38,7 @@ from megatron.pipeline.simulate.timeline import Timeline
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+_TIMEOUT = timedelta(minutes=10)
 
 
 class Pipeline:
@@ -55,7 +56,8 @@ class Pipeline:
             total count.
         optimizer: makes a torch optimizer for a list of parameters: this rank's parameters that require gradients.
             Under `ftpipe`'s stale weights it is called once for each stage.
-        scheduler: makes a learning-rate scheduler for that optimizer; the scheduler steps when the optimizer steps.
+        scheduler: makes a learning-rate scheduler for that optimizer, or returns None for a constant rate; the
+            scheduler steps when the optimizer steps.
         group: the ranks of this pipeline, in pipeline order; None: all ranks, or this rank's part of `replicas`.
         data_parallel_group: the ranks that hold the same stages as this rank in all pipelines, including this rank.
         replicas: the number of pipelines, each of consecutive ranks, if no group is given.
@@ -100,13 +102,14 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         tied: nn.Parameter | None = None,
         device: torch.device | str | None = None,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta = _TIMEOUT,
         traced_batches: int = 4,
     ) -> None:
-        self._timeout = require_duration(timeout)
         self._ranks = find_ranks(group, data_parallel_group, replicas)
-        self._groups = Groups(self._ranks, timeout)
+        # One rank's wrong timeout is refused on all ranks, for which they need the groups.
+        self._groups = Groups(self._ranks, timeout if is_duration(timeout) else _TIMEOUT)
         self._agreement = Agreement(self._ranks.job, self._groups.job, is_one_pipeline=len(self._ranks.pipelines) == 1)
+        self._timeout = self._agreement.on(lambda: require_duration(timeout))
         placed = place(
             module, schedule, self._agreement, self._ranks, has_loss=loss is not None, has_tied=tied is not None,
             device=device, num_microbatches=num_microbatches, clip_grad=clip_grad, recompute=recompute,
@@ -129,8 +132,11 @@ class Pipeline:
             # A rank without trained parameters reports a learning rate, too, so it gets an empty parameter.
             trains = list(parameters.values()) or [nn.Parameter(torch.zeros(0, device=self._device))]
             made = require_steps("optimizer", optimizer(trains))
-            scheduling = None if scheduler is None else require_steps("scheduler", scheduler(made))
-            return {"optimizer": made, "scheduler": scheduling}
+            scheduling = None if scheduler is None else scheduler(made)
+            return {
+                "optimizer": made,
+                "scheduler": None if scheduling is None else require_steps("scheduler", scheduling),
+            }
 
         steps = steps_of(weights, of_stage)
         made = self._agreement.on(lambda: {key: stepping(parameters) for key, parameters in steps.items()})
