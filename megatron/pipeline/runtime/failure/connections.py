@@ -14,9 +14,9 @@ still to be written then, gloo queues the send, and the error that follows does 
 passes over unbound buffers in the queue). Its thread waits for the timeout of the group, and the collective with it.
 
 Solution: sockets are shut down for reading only, so that this rank's own writes do not fail. For what is left, such as
-writes to a process that was killed, `interrupt_waits` lets a wait for a collective or a send look whether connections
-were broken meanwhile, and end. The thread of the group stays behind until the group's timeout. A group that is
-destroyed waits for its threads, so `leave_behind` keeps all groups until then.
+writes to a process that was killed, `interrupt_waits` lets a wait for a collective or a send that has no timeout look
+whether connections were broken meanwhile, and end. The thread of the group stays behind until the group's timeout. A
+group that is destroyed waits for its threads, so `leave_behind` keeps all groups until then.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def break_connections(*, kept: Collection[int]) -> int:
 def interrupt_waits() -> None:
     """Let waits for gloo's collectives and sends end after `break_connections`, in this process from now on.
 
-    Such a wait raises RuntimeError. Groups that are made from now on can be left behind. Later calls are no-ops.
+    Such a wait, if it has no timeout, raises RuntimeError; with a timeout it is torch's own. Groups that are made from
+    now on can be left behind. Later calls are no-ops.
     """
     remember_groups()
     if Work.wait is _interrupted_wait:
@@ -152,9 +153,10 @@ class _LooksAtSend:
 
     def __call__(self) -> bool:
         self._thread.join(_POLL_INTERVAL.total_seconds())
+        is_over = not self._thread.is_alive()  # before the error, which the thread may note meanwhile
         if self._error is not None:
             raise self._error
-        return not self._thread.is_alive()
+        return is_over
 
 
 class _ReduceScatter:

@@ -239,18 +239,43 @@ def gone(number: int, name: str, port: int, pipe: Connection) -> None:
     if number == 1:
         time.sleep(0.5)
         os._exit(0)
+    waits = COLLECTIVES | {"send": lambda whole: dist.send(whole, 1)}
     try:
-        COLLECTIVES[name](torch.ones(8))
+        waits[name](torch.ones(8))
+        pipe.send("no error")
     except RuntimeError as error:
         pipe.send(str(error))
     os._exit(0)
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", [*COLLECTIVES, "send"])
 def test_an_error_of_gloo_is_raised_at_once(name):
     with two_ranks(gone, name) as (pipes, _):
         assert pipes[0].poll(PATIENCE), "the error is taken for a wait that takes longer"
-        assert "does not end" not in pipes[0].recv()
+        error = pipes[0].recv()
+        assert error != "no error" and "does not end" not in error
+
+
+def test_a_send_that_fails_at_the_last_moment_is_not_done(monkeypatch):
+    """Its thread notes the error and ends while it is looked at."""
+    go = threading.Event()
+
+    def fail(work: object) -> None:
+        go.wait()
+        raise RuntimeError("the send failed")
+
+    monkeypatch.setattr(connections, "_wait", fail)
+    look = connections._LooksAtSend(None)
+    is_alive = look._thread.is_alive
+
+    def after_its_end() -> bool:
+        go.set()
+        look._thread.join()
+        return is_alive()
+
+    monkeypatch.setattr(look._thread, "is_alive", after_its_end)
+    with pytest.raises(RuntimeError, match="the send failed"):
+        look()
 
 
 def test_what_is_left_behind_is_dropped_when_its_time_is_over(monkeypatch):
