@@ -78,11 +78,11 @@ class _Encoder:
     """The encoder of a worker: it turns a line into token ids."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
+        from megatron.trainer.data.tokenizer import build_tokenizer, id_limit
 
         self.keys, self.append_eod, self.splits = args.json_keys, args.append_eod, args.split_sentences
         self.tokenizer = build_tokenizer(args)
-        self.vocab_size = vocab_size(args, self.tokenizer)
+        self.id_limit = id_limit(args, self.tokenizer)
 
     def encode(self, where: str, line: str) -> tuple[dict[str, list[list[int]]], int]:
         """Encode one line. Returns key -> token ids of each sequence that is not empty, and the length of the line.
@@ -115,13 +115,13 @@ class _Encoder:
         return ids, len(line)
 
     def _require_known(self, sequences: list[list[int]], where: str) -> None:
-        """Refuse an id for which no model of this vocabulary has a row, and which the files' type may not hold."""
+        """Refuse an id that is none of the tokenizer's and not below --vocab-size; the files' type may not hold it."""
         for tokens in filter(None, sequences):
-            if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-                wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            if min(tokens) < 0 or max(tokens) >= self.id_limit:
+                wrong = next(token for token in tokens if not 0 <= token < self.id_limit)
                 raise ValueError(
-                    f"{where}: the token {wrong} is none of the vocabulary, which has {self.vocab_size}; mend the "
-                    "text, or give a larger --vocab-size"
+                    f"{where}: the token {wrong} is none of the vocabulary, whose ids end at {self.id_limit - 1}; "
+                    "mend the text, or give a larger --vocab-size"
                 )
 
     def _texts(self, value: object) -> list[str] | None:
@@ -247,9 +247,9 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
 
     backend.install()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
+    from megatron.trainer.data.tokenizer import build_tokenizer, id_limit
 
-    dtype = DType.optimal_dtype(vocab_size(args, build_tokenizer(args)))
+    dtype = DType.optimal_dtype(id_limit(args, build_tokenizer(args)))
     finals = final_prefixes(args)
     partials = {key: f"{final}.{os.getpid()}.partial" for key, final in finals.items()}
     counts = {"documents": 0, "tokens": 0}

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import psutil
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron import backend
 
@@ -76,7 +76,7 @@ def test_same_bytes_whatever_the_workers(tmp_path):
         ('["1 2"]', "in.jsonl:3: not a JSON object but list"),
         ('{"content": "1 2"}', "in.jsonl:3: no text under the key 'text'"),
         ('{"text": "one two"}', "in.jsonl:3: cannot be tokenized"),
-        ('{"text": "5 101"}', "in.jsonl:3: the token 101 is none of the vocabulary, which has 101; mend the text, or"),
+        ('{"text": "5 101"}', "in.jsonl:3: the token 101 is none of the vocabulary, whose ids end at 100; mend"),
         ('{"text": "-1"}', "in.jsonl:3: the token -1 is none of the vocabulary"),
         ("[" * 10**5, "in.jsonl:3: not JSON: maximum recursion depth"),
         ("9" * 5000, "in.jsonl:3: not JSON: Exceeds the limit"),
@@ -93,6 +93,24 @@ def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers
     with pytest.raises(ValueError, match=message):
         preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_ids_of_a_vocabulary_may_have_gaps(tmp_path):
+    """The largest one decides on the files' type, and not the number of tokens."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    core = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "[UNK]": 1, "a": 2, "b": 70_000}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "in.jsonl").write_text('{"text": "a b c"}\n')
+    for model in (tmp_path, tmp_path / "tokenizer.json"):
+        argv = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
+                "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model)]  # fmt: skip
+        preprocess_data.preprocess(preprocess_data.parse_args(argv))
+        found = IndexedDataset(str(tmp_path / "out_text_document"))  # its arrays end with it
+        assert found[0].tolist() == [2, 70_000, 1]
 
 
 def test_a_kill_leaves_no_index_of_other_tokens(tmp_path, monkeypatch):

@@ -264,6 +264,15 @@ def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
     return max(tokenizer.vocab_size, args.vocab_size or 0) + extra
 
 
+def id_limit(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
+    """The number above all ids that the tokenizer may give: that of its tokens, or more if their ids have gaps."""
+    try:
+        ids = tokenizer.inv_vocab
+    except (AttributeError, NotImplementedError):  # a tokenizer of numbers, or of bytes, without gaps
+        ids = ()
+    return max(vocab_size(args, tokenizer), max(ids, default=-1) + 1)
+
+
 def require_known_tokens(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None:
     """Check for `--load-hf` that the model has a row for each of the tokenizer's tokens; a missing row would be zero.
 
