@@ -29,6 +29,9 @@ SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomia
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
+RECOMPUTING = ("ftpipe", RELAY)
+"""Schedules that always recompute activations."""
+
 SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
 """Flags that soften the staleness of ftpipe's weights."""
 
@@ -58,13 +61,15 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError(
             "--gradient_checkpointing recomputes activations, and --no_recompute keeps them; leave one out"
         )
-    args.no_recompute |= args.gradient_checkpointing is False
     if args.no_recompute and args.pipeline_schedule == "ftpipe":
-        flag = "--no_recompute" if args.gradient_checkpointing is None else "--gradient_checkpointing false"
         raise ValueError(
-            f"{flag}: ftpipe recomputes, since its backwards use newer weights than its forwards; leave it out, or "
-            "give --pipeline_schedule flush"
+            "--no_recompute: ftpipe recomputes, since its backwards use newer weights than its forwards; leave it out, "
+            "or give --pipeline_schedule flush"
         )
+    if args.gradient_checkpointing is False:  # also the default of transformers, which files of flags spell out
+        args.no_recompute |= args.pipeline_schedule not in RECOMPUTING
+        if args.pipeline_schedule in RECOMPUTING:
+            args.notes.append(f"--gradient_checkpointing false has no effect: {args.pipeline_schedule} recomputes")
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -355,7 +360,12 @@ def _add_pipeline(group) -> None:
     add("--no_recompute", action="store_true", help="keep activations instead (not ftpipe and l2l)")
     add_relay(add)
     freezing_arguments.add_freezing(add)
-    add("--gradient_checkpointing", action="store_true", default=None, help="recompute, which is the default")
+    add(
+        "--gradient_checkpointing",
+        action="store_true",
+        default=None,
+        help="recompute, the default; false: as --no_recompute, without effect under ftpipe and l2l",
+    )
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=count, help="number of devices for --dry_run; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")

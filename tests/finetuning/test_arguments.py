@@ -63,7 +63,6 @@ def test_clipping_follows_the_schedule():
         ("--pipeline_schedule l2l --fp16", "--fp16 needs a loss scale, and l2l has none; give --bf16"),
         ("--pipeline_schedule l2l --no_recompute", "--no_recompute: l2l recomputes"),
         ("--no_recompute", "--no_recompute: ftpipe recomputes, since .* or give --pipeline_schedule flush"),
-        ("--gradient_checkpointing false", "--gradient_checkpointing false: ftpipe recomputes"),
         ("--pipeline_schedule l2l --load_in_4bit", "--load_in_4bit packs frozen weights, and here all weights"),
         ("--pipeline_schedule l2l --load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit choose two"),
         (
@@ -178,6 +177,14 @@ def test_recomputation_is_the_default():
         ("--no_recompute", True), ("--no_recompute false", False),
     ):  # fmt: skip
         assert parse_args([*LEAST, "--pipeline_schedule", "flush", *argv.split()]).no_recompute == keeps
+
+
+@pytest.mark.parametrize("schedule", ["ftpipe", "l2l"])
+def test_the_default_of_transformers_is_no_mistake(schedule):
+    """Files of flags spell it out; a schedule that recomputes says so."""
+    args = parse_args([*LEAST, "--pipeline_schedule", schedule, "--gradient_checkpointing", "false"])
+    assert not args.no_recompute
+    assert f"--gradient_checkpointing false has no effect: {schedule} recomputes" in args.notes
 
 
 def test_a_strategy_asks_for_evaluations():
