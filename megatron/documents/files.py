@@ -14,10 +14,10 @@ import os
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import yaml
 
@@ -179,14 +179,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: write a temporary file in the same folder, then rename it.
 
     Its permissions are those of any new file of this process. A link stays, and the file that it names is written. What
-    is no regular file, such as a pipe or /dev/null, is written as it is: a rename would put a file in its place.
+    is no regular file, such as a pipe or /dev/null, is written as it is: a rename would put a file in its place. In an
+    open file, such as /dev/stdout, the content follows what was written there before.
 
     Raises OSError, which names the file.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
-        if _is_written_in_place(path):
-            with open(path, "wb") as stream:
+        links = _links(path)
+        if _is_written_in_place(path, links):
+            with _opened(path, links) as stream:
                 stream.write(data)
         else:
             _replace(Path(os.path.realpath(path)), data)
@@ -194,13 +196,26 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
-def _is_written_in_place(path: Path) -> bool:
-    """Whether the file is none that a rename may replace: a device, a pipe, or an open file by its name in /dev."""
+def _links(path: Path) -> list[Path]:
+    """The absolute path, and those to which links lead from there."""
     links = [Path(os.path.abspath(path))]
     while links[-1].is_symlink() and len(links) < 40:
         links.append(Path(os.path.normpath(links[-1].parent / links[-1].readlink())))
+    return links
+
+
+def _is_written_in_place(path: Path, links: Sequence[Path]) -> bool:
+    """Whether the file is none that a rename may replace: a device, a pipe, or an open file by its name in /dev."""
     is_open = any(link.parts[1] in ("dev", "proc") and link.parts[2] != "shm" for link in links if len(link.parts) > 2)
     return path.exists() and (is_open or not path.is_file())
+
+
+def _opened(path: Path, links: Sequence[Path]) -> BinaryIO:
+    """A stream that truncates nothing. A file that this process has open is written at its place, which moves on."""
+    for link in links:
+        if link.parent in (Path("/dev/fd"), Path("/proc/self/fd"), Path(f"/proc/{os.getpid()}/fd")):
+            return os.fdopen(os.dup(int(link.name)), "wb")
+    return open(path, "ab")
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -3,6 +3,8 @@
 import os
 import resource
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from unittest import mock
@@ -44,6 +46,26 @@ def test_links_stay_and_what_is_no_regular_file_is_written_as_it_is(tmp_path):
     write_whole(tmp_path / "pipe", "new")
     reader.join(timeout=20)
     assert read == ["new"] and (tmp_path / "pipe").is_fifo()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from megatron.documents.files import write_whole
+print("before", flush=True)
+write_whole(Path(sys.argv[1]), "content\\n")
+print("after", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+def test_what_was_printed_to_an_open_file_stays(tmp_path, name):
+    """And what is printed next does not overwrite the content."""
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    with open(tmp_path / "printed", "w") as output:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / name)]
+        subprocess.run(command, stdout=output, check=True, timeout=60)
+    assert (tmp_path / "printed").read_text() == "before\ncontent\nafter\n"
 
 
 def test_an_error_names_the_file_which_is_not_there(tmp_path):
