@@ -4,8 +4,8 @@
 
 BASE is the model's folder, ADAPTER one with adapter_config.json and adapter_model.safetensors, as PEFT and finetune.py
 write them. FOLDER gets the model that `merge_and_unload` makes, in the dtype of BASE's files, with BASE's tokenizer.
-It has to be new or empty, and appears whole or not at all. Files are made one after another, so the memory is that of
-one file.
+It has to be new or empty, and appears whole or not at all; a link to it stays. Files are made one after another, so the
+memory is that of one file.
 
 Exit status: 0; 1 if a file is wrong or does not fit the others; 2 if the command line is wrong or a file cannot be
 opened; 130 after Ctrl-C.
@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     require_folder(options.output)
-    output = options.output.absolute()  # `.` has no name to write beside
+    output = options.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{options.output} is not empty; name a folder that does not exist yet")
+        raise ValueError(f"{output} is not empty; name a folder that does not exist yet")
     from megatron import backend
 
     backend.install()
@@ -79,5 +79,5 @@ def _run(options: argparse.Namespace) -> int:
         )  # fmt: skip
     finally:
         torch.distributed.destroy_process_group()
-    print(f"merged model in {options.output}")
+    print(f"merged model in {output}")
     return 0

@@ -121,7 +121,8 @@ def require_file(path: Path, flag: str = "--output") -> None:
 
 def require_folder(path: Path) -> None:
     """Check that files can be created in the folder of --output, which may be missing. Raises ValueError if not."""
-    if not _may_be_made(path / "file"):
+    folder = Path(os.path.realpath(path))
+    if folder.is_symlink() or not _may_be_made(folder / "file"):  # a link to itself
         raise ValueError(f"--output {path} cannot be written; name a folder of yours")
 
 

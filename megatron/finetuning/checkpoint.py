@@ -11,6 +11,7 @@ removed afterwards; if the run is killed in between, the next run renames it bac
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import secrets
@@ -147,10 +148,10 @@ def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progre
     Collective: every rank must call it. Precondition: the pipeline is drained. Raises ValueError on all ranks if any
     rank cannot write.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    output_dir, (folder, partial) = folder.parent, places(folder)
     with all_write(folder):
         if torch.distributed.get_rank() == 0:
-            drop_unfinished(folder.parent)
+            drop_unfinished(output_dir)
     _write(pipeline, partial, origin, progress)
     with all_write(folder):
         if torch.distributed.get_rank() == 0:
@@ -245,12 +246,22 @@ def write_index(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
     write_whole(folder / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
 
 
+def places(folder: Path) -> tuple[Path, Path]:
+    """The folder without links, which stay, and the folder beside it in which its content is written before."""
+    folder = Path(os.path.realpath(folder))
+    return folder, folder.with_name(f".{folder.name}.partial")
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_ASIDE}")
+
+
 def replace_folder(folder: Path, partial: Path) -> None:
-    """Rename `partial` to `folder`, which may exist from an earlier run.
+    """Rename `partial` to `folder`, which may exist from an earlier run. Both are as `places` returns them.
 
     At each moment `folder` is complete, or the earlier folder is where `recover` finds it.
     """
-    aside = folder.with_name(f".{folder.name}{_ASIDE}")
+    aside = _aside(folder)
     if folder.exists():
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
@@ -262,12 +273,14 @@ def replace_folder(folder: Path, partial: Path) -> None:
 def recover(output_dir: Path) -> None:
     """Rename back the folders that a killed run had renamed to replace them. Several ranks may call it at once.
 
-    Raises ValueError if a folder cannot be renamed.
+    They are those of `output_dir`, and those to which its links lead. Raises ValueError if one cannot be renamed.
     """
-    for aside in output_dir.glob(f".*{_ASIDE}"):
-        folder = aside.with_name(aside.name.removeprefix(".").removesuffix(_ASIDE))
+    names = [each.name.removeprefix(".").removesuffix(_ASIDE) for each in output_dir.glob(f".*{_ASIDE}")]
+    links = [Path(os.path.realpath(each)) for each in output_dir.glob("*") if each.is_symlink()]
+    for folder in (*(output_dir / name for name in names), *links):
+        aside = _aside(folder)
         try:
-            if not folder.exists():
+            if aside.exists() and not folder.exists():
                 aside.rename(folder)
         except FileNotFoundError:  # another rank was faster
             continue

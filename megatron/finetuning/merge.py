@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.finetuning.adapters import Adapter
-from megatron.finetuning.checkpoint import all_write, replace_folder, write_index
+from megatron.finetuning.checkpoint import all_write, places, replace_folder, write_index
 from megatron.finetuning.pretrained import Pretrained
 from megatron.pipeline.runtime.failure.agreement import gathered
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
@@ -47,7 +47,7 @@ def save_merged(
     all ranks if any rank cannot write.
     """
     rank = torch.distributed.get_rank()
-    partial = folder.with_name(f".{folder.name}.partial")
+    folder, partial = places(folder)
     with all_write(folder):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -531,8 +531,20 @@ def test_the_command_takes_nothing_away(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path / "new")
     assert merge(base, adapter, "--output", ".")[0] == 0
     assert (tmp_path / "new" / "config.json").is_file()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "empty").mkdir()
+    for name in ("empty", "missing"):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere" / name)
+        assert merge(base, adapter, "--output", tmp_path / name)[0] == 0
+        assert (tmp_path / name).is_symlink() and (tmp_path / name / "config.json").is_file()
+    (tmp_path / "itself").symlink_to("itself")
+    status, _, err = merge(base, adapter, "--output", tmp_path / "itself")
+    assert status == 1 and f"--output {tmp_path / 'itself'} cannot be written; name a folder of yours" in err
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
     status, _, err = merge(base, adapter, "--output", tmp_path / "another")
     assert status == 1 and "adapter_model.safetensors cannot be read" in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter", "elsewhere", "empty", "itself", "missing", "new",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["empty", "missing"]

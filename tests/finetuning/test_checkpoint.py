@@ -78,24 +78,36 @@ def killed_at(number: int, folder: Path, partial: Path) -> bool:
     return status != 0
 
 
-def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path):
-    """At each change to the file system. Whoever starts finds the earlier checkpoint or the new one, whole."""
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path, is_link):
+    """At each change to the file system. Whoever starts finds the earlier checkpoint or the new one, whole.
+
+    A link stays, and nothing stays beside the folder to which it leads.
+    """
     found, number, killed = [], 0, True
     while killed:
         output = checkpoints(tmp_path / str(number), 4)
-        for name, said in (("checkpoint-4", "old"), (".checkpoint-4.partial", "new")):
-            (output / name).mkdir(exist_ok=True)
+        elsewhere = output / "elsewhere"
+        if is_link:
+            elsewhere.mkdir()
+            (output / "checkpoint-4").rename(elsewhere / "kept")
+            (output / "checkpoint-4").symlink_to(elsewhere / "kept")
+        folder, partial = checkpoint.places(output / "checkpoint-4")
+        for place, said in ((folder, "old"), (partial, "new")):
+            place.mkdir(exist_ok=True)
             for file in ("one", "two"):
-                (output / name / file).write_text(said)
-        killed = killed_at(number, output / "checkpoint-4", output / ".checkpoint-4.partial")
+                (place / file).write_text(said)
+        killed = killed_at(number, folder, partial)
         last = begin(tmp_path, "--output_dir", output, "--resume", "auto")
         assert last == output / "checkpoint-4"
         one, two = ((last / file).read_text() for file in ("one", "two"))
         assert one == two
         found.append(one)
         checkpoint.drop_unfinished(output)
-        assert names(output) == ["checkpoint-4"]
+        assert names(output) == ["checkpoint-4", *["elsewhere"] * is_link]
+        assert last.is_symlink() == is_link
         number += 1
+    assert not is_link or names(elsewhere) == ["kept"]
     assert found[:2] == ["old", "old"] and set(found[2:]) == {"new"} and len(found) > 4
 
 
