@@ -79,7 +79,7 @@ def prove_predictions(compact: CompactProgram) -> None:
     """
     program = compact.program
     if program.weights.predicts:
-        _require_numbers(compact)
+        program.require_what_predictions_read()
     for rank, codes in enumerate(compact.codes):
         if codes_of_predictions(compact, rank):
             _RankPredictions(compact, rank).prove()
@@ -102,25 +102,6 @@ def codes_of_predictions(compact: CompactProgram, rank: int) -> tuple[int, ...]:
 
 def _ties(compact: CompactProgram, rank: int) -> bool:
     return any(compact.program.reads_ties(stage) for stage in compact.stages_of(rank))
-
-
-def _require_numbers(compact: CompactProgram) -> None:
-    program = compact.program
-    if len(compact.codes) < compact.num_stages:
-        raise ValueError(f"{program.weights.name} predicts for one stage on each rank: give each rank one stage")
-    if program.provisional_microbatches is None and len(program.unread) != compact.num_stages:
-        raise ValueError(
-            f"weights {program.weights.name}: say provisional_microbatches, or unread for each of {compact.num_stages} "
-            "stages"
-        )
-    for index, size in enumerate(program.batches):
-        for stage in range(compact.num_stages):
-            num_read = program.num_read(stage, program.first_batch + index)
-            if not 0 <= num_read <= size:
-                raise ValueError(
-                    f"the prediction from batch {program.first_batch + index} reads {num_read} of {size} microbatches "
-                    f"at stage {stage}; give 0 to {size}"
-                )
 
 
 class _RankPredictions:

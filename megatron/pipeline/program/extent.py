@@ -342,6 +342,29 @@ class Extent(Stages, Tied, Predicting):
     def says_what_predictions_read(self) -> bool:
         return self.provisional_microbatches is not None or bool(self.unread)
 
+    def require_what_predictions_read(self) -> None:
+        """Raise ValueError unless each rank has one stage whose predictions read a part of each batch, as said here."""
+        num_stages = len(self.rank_of_stage)
+        if len({*self.rank_of_stage}) < num_stages:
+            raise ValueError(f"{self.weights.name} predicts for one stage on each rank: give each rank one stage")
+        if self.provisional_microbatches is None and len(self.unread) != num_stages:
+            raise ValueError(
+                f"weights {self.weights.name}: say provisional_microbatches, or unread for each of {num_stages} stages"
+            )
+        for batch, size in enumerate(self.batches, self.first_batch):
+            for stage in range(num_stages):
+                num_read = self.num_read(stage, batch)
+                if not 0 <= num_read <= size:
+                    raise ValueError(
+                        f"the prediction from batch {batch} reads {num_read} of {size} microbatches at stage {stage}; "
+                        f"give 0 to {size}"
+                    )
+                if self.reduce_partial and num_read == 0:
+                    raise ValueError(
+                        f"the prediction from batch {batch} reads no microbatch at stage {stage}, so nothing is "
+                        "reduced; leave out reduce_partial, or let it read 1 or more"
+                    )
+
     def reads_ties(self, stage: int) -> bool:
         """Whether the predictions of a stage read a tied-embedding gradient to which another rank contributes."""
         return self.provisional_microbatches != 0 and self.ties_ranks and stage in self.tied_stages

@@ -128,6 +128,7 @@ def _lowered(
     if adds_updates:
         segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
         if program.weights.predicts:
+            program.require_what_predictions_read()
             segments = [add_predictions(each, rank, program) for rank, each in enumerate(segments)]
         segments = [set_versions(each, program) for each in segments]
     if not communicates:

@@ -49,7 +49,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     work = 2 * schedule.num_stages * schedule.num_ranks * num_microbatches
     if work > _MOST:
         line = (
-            f"a lost rank: the search for its programs takes minutes for {args.data_parallel_size} replicas of {size} "
+            f"a lost rank: the search for its programs takes minutes for {num_places(args)} replicas of {size} "
             "microbatches; tools/schedule.py without makes them"
         )
         return LossCosts((), (line,))

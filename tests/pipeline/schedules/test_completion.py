@@ -85,6 +85,13 @@ def test_predictions_stand_where_the_next_batch_begins(num_read):
     ("# global_norm: no\n0F0,0B0\n", "no REDUCE_NORM"),
     ("# weights: 2bw-provisional\n# batches: 1 1 1\n0F0,0B0,0F1,0B1,0F2,0B2\n",
      "are predicted, and nothing says from which microbatches; add `# unread:` with a number for each stage"),
+    ("# weights: 2bw-provisional\n# batches: 1\n# unread: 1\n0F0,0B0\n1F0,1B0\n", "or unread for each of 2 stages"),
+    ("# weights: 2bw-provisional\n# batches: 2\n# unread: 3 0\n0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+     "reads -1 of 2 microbatches at stage 0; give 0 to 2"),
+    ("# weights: 2bw-provisional\n# batches: 1\n# unread: 0 0\n# edges: 0>1\n0F0,1F0,1B0,0B0\n",
+     "predicts for one stage on each rank"),
+    ("# weights: 2bw-provisional\n# batches: 2\n# unread: 2 0\n# reduce_partial: yes\n0F0,0F1,0B0,0B1\n"
+     "1F0,1B0,1F1,1B1\n", "reads no microbatch at stage 0, so nothing is reduced; leave out reduce_partial"),
     (TORCH.replace(",1F3", ""), "1B3: "),
     (TORCH.replace("0B2,0B3", "0B3,0B2").replace("1F3,1B3", "1B3,1F3"), "rank 1, position 6, 1B3"),
     ("# batches: 1 1\n0F0,0F1,0B0,0B1\n", "0STEP@1: batch 0, whose gradients it takes, has backwards to come"),

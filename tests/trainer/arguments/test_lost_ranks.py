@@ -38,7 +38,7 @@ TWO = {"world_size": 2}
         "--num-experts 2 --context-parallel-size 2",
         "--num-experts 2 --expert-model-parallel-size 2",
         "--num-experts 2 --expert-model-parallel-size 2 --optimizer muon",
-        "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
+        "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise",
         "--optimizer muon --context-parallel-size 2",
     ],
 )
@@ -70,7 +70,9 @@ def test_replicas_of_a_pipeline_go_on(flags):
          " --pipeline-model-parallel-size 2", 4, "stashed weights needs weights that follow from"),
         ("--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 "
          "--pipeline-model-parallel-size 2", 4,
-         "predicted weights and no --2bw-provisional-reduce has a prediction of each replica, and"),
+         "predictions of each replica alone loses that of a lost rank: add --2bw-provisional-reduce, or"),
+        ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated", 4,
+         "--muon-tp-mode duplicated on several tensor ranks gathers matrices in the middle of a step, which a loss"),
         ("--pipeline-schedule 2bw --2bw-provisional stage --2bw-provisional-reduce --use-distributed-optimizer "
          "--pipeline-model-parallel-size 2", 4,
          "predicted weights and --use-distributed-optimizer has shards of predictions, which are not cut anew"),

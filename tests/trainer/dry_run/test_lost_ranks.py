@@ -66,7 +66,7 @@ def test_what_becomes_of_the_optimizers_shards(dry, flags: str, word: str):
         ("--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 2",
          "updates after each microbatch (stash); take 2bw or flush"),
         ("--pipeline-schedule 2bw --2bw-provisional stage",
-         "a lost rank ends this job: a run with predicted weights and no --2bw-provisional-reduce has a prediction of"),
+         "a lost rank ends this job: a run with predictions of each replica alone loses that of a lost rank: add"),
         ("--global-batch-size 8192", "takes minutes for 2 replicas of 4096 microbatches"),
     ],
 )  # fmt: skip

@@ -113,7 +113,7 @@ SEQUENCES = "--moe-router-load-balancing-type seq_aux_loss"
         (gpt, f"{EXPERTS} {SEQUENCES} {SHARED_EXPERT} {CUT} --pipeline-schedule zb-h1 --calculate-per-token-loss"),
         (gpt, f"{EXPERTS} {test_experts.BIASED} {CONTEXT} --moe-expert-capacity-factor 1.0 --pipeline-recompute"),
         (gpt, f"{EXPERTS} {SEQUENCES} {CONTEXT} {ALLTOALL} --use-distributed-optimizer --redundant-optimizer"),
-        (gpt, f"{MUON} {TENSOR} --muon-tp-mode duplicated --pipeline-schedule 2bw"),
+        (gpt, f"{MUON} {TENSOR} --pipeline-schedule 2bw"),
         (gpt, f"{MUON} {CUT} {EXPERTS} --muon-tp-mode blockwise"),
         (gpt, f"{MUON} {CONTEXT} --pipeline-schedule zb-h1"),
         (gpt, f"{MUON} {TENSOR} --use-distributed-optimizer"),
@@ -126,7 +126,7 @@ SEQUENCES = "--moe-router-load-balancing-type seq_aux_loss"
     ],
     ids=[
         "biases of experts", "experts, sequences", "capacity of experts, context", "shards of experts, context",
-        "muon, whole matrices", "muon, experts", "muon, context", "muon, owners", "bert", "t5", "texts", "images",
+        "muon, 2bw", "muon, experts", "muon, context", "muon, owners", "bert", "t5", "texts", "images",
         "further tokens", "further tokens, 2bw",
     ],
 )  # fmt: skip
