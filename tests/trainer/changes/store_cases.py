@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.trainer.changes import exchange
+from megatron.trainer.changes import state_exchange
 from megatron.trainer.changes import transfer_plan as plan
 from megatron.trainer.changes.state_in_memory import MemoryStore
 
@@ -60,7 +60,7 @@ def loads(fault=None, failing_rank=1):
         if rank == failing_rank:
             wanted |= _FAULTS[fault](state)
         damages = fault.startswith("damage") and rank == failing_rank
-        content = mock.patch.object(exchange, "checksum", lambda data: 7) if damages else nullcontext()
+        content = mock.patch.object(state_exchange, "checksum", lambda data: 7) if damages else nullcontext()
         try:
             with content, mock.patch.object(plan, "DIRECT_BYTES", 1 if fault == "damaged run" else 1000):
                 store.load(wanted)

@@ -33,7 +33,8 @@ class Place:
 def arguments(**changes) -> SimpleNamespace:
     return SimpleNamespace(**{
         "schedule": schedule_of("zb-h1", NUM_RANKS), "global_batch_size": SIZE * NUM_REPLICAS, "micro_batch_size": 1,
-        "data_parallel_size": NUM_REPLICAS, "minimum_speed": 0.0, **changes,
+        "data_parallel_size": NUM_REPLICAS, "minimum_speed": 0.0, "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1, "num_experts": None, **changes,
     })  # fmt: skip
 
 
@@ -54,10 +55,15 @@ def searched(monkeypatch) -> list[tuple[ReplicaRank, ...]]:
 def proved_by_all(**changes) -> tuple[list[ProvedLosses], HashStore]:
     """A job of threads, each of which is a rank."""
     store, args = HashStore(), arguments(**changes)
-    ranks = [ProvedLosses(args, Place(store, rank)) for rank in range(len(EVERY))]
+    places = [Place(store, rank) for rank in range(len(EVERY))]
+    ranks = [ProvedLosses(args, place) for place in places]
     with ThreadPoolExecutor(len(ranks)) as threads:
-        for each in [threads.submit(rank.prove) for rank in ranks]:
-            each.result(timeout=60)
+        try:
+            for each in [threads.submit(rank.prove) for rank in ranks]:
+                each.result(timeout=60)
+        finally:
+            for place in places:
+                place.alarm = "a rank has failed"  # the others would wait for it
     return ranks, store
 
 
