@@ -12,6 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 JUDGED = {
     ("AdamW", 2e-3): {"2bw", "provisional@2", "provisional@4"},
     ("AdamW, 8 layers", 2e-3): {"2bw@8", "provisional@8"},
+    ("AdamW, 10 million parameters", 1e-3): {"2bw", "provisional@2"},
     ("AdamW, BERT", 5e-4): {"2bw", "provisional@2"},
     ("Muon", 8e-3): {"2bw", "provisional@2"},
 }
