@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+from megatron.documents import GIB
 from megatron.partition.exact import cut_sequentially, improve
 from megatron.partition.graph import Graph, Partition, Valuation, evaluate, in_order, stage_edges, stage_graph
 from megatron.partition.mixed import Found, merge_stages, mix, stages_of_devices
@@ -318,10 +319,10 @@ def _milp(units: Units, partition: Partition, seconds: float) -> tuple[Partition
 
 
 def _scarcity(graph: Graph) -> str:
-    weight, gib = graph.weight_bytes_per_parameter, 2**30
+    weight = graph.weight_bytes_per_parameter
     need = [node.saved_bytes(plain=False) + weight * node.params for node in graph.nodes if not node.input]
     limits = [graph.memory_limit(device) for device in range(graph.num_devices)]
     return (
-        f"the nodes need {sum(need) / gib:.2f} GiB and the largest {max(need) / gib:.2f}, the devices have "
-        f"{sum(limits) / gib:.2f} together and {max(limits) / gib:.2f} at most; add devices, memory or stages"
+        f"the nodes need {sum(need) / GIB:.2f} GiB and the largest {max(need) / GIB:.2f}, the devices have "
+        f"{sum(limits) / GIB:.2f} together and {max(limits) / GIB:.2f} at most; add devices, memory or stages"
     )

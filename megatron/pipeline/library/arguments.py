@@ -1,11 +1,12 @@
-"""What a user may give to a `Pipeline`: refusals of what would fail only in the first batch."""
+"""What a user may give to a `Pipeline`: refusals of values that no pipeline takes, or that would fail in a batch."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 
 def is_duration(timeout: Any) -> bool:
@@ -13,19 +14,31 @@ def is_duration(timeout: Any) -> bool:
     return isinstance(timeout, timedelta) and timeout > timedelta(0)
 
 
-def require_duration(timeout: Any) -> timedelta:
-    """`timeout`. Raises ValueError if it is no duration, or not above 0."""
+def require_values(
+    *,
+    timeout: Any,
+    provisional: bool,
+    error_feedback: bool,
+    clip_grad: float,
+    autocast: torch.dtype | None,
+    traced_batches: int,
+    **functions: Any,
+) -> None:
+    """Raise ValueError for a value that no pipeline takes. `functions`: the arguments that have to be callable."""
     if not is_duration(timeout):
         raise ValueError(f"timeout is {timeout!r}; give a datetime.timedelta above 0")
-    return timeout
-
-
-def require_makers(**makers: Callable[..., Any] | None) -> None:
-    """Raise ValueError if an argument, by name, is given and cannot be called."""
-    for name, maker in makers.items():
-        if maker is not None and not callable(maker):
+    if provisional and error_feedback:
+        raise ValueError("provisional and error_feedback are two guesses of one update; give one of them")
+    if not clip_grad >= 0:  # also not a number
+        raise ValueError(f"clip_grad is {clip_grad}; give the largest norm, or 0 to clip nothing")
+    if autocast not in (None, torch.bfloat16):
+        raise ValueError(f"autocast to {autocast} would need a scaled loss; use torch.bfloat16, or None")
+    if traced_batches < 0:
+        raise ValueError(f"traced_batches is {traced_batches}; give the number of batches to trace, or 0 for none")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
             what = "function of an output and targets" if name == "loss" else "function that makes it"
-            raise ValueError(f"{name} is a {type(maker).__name__}, which cannot be called; give a {what}")
+            raise ValueError(f"{name} is a {type(function).__name__}, which cannot be called; give a {what}")
 
 
 def require_steps(name: str, made: Any) -> Any:

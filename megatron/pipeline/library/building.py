@@ -326,7 +326,6 @@ def place(
     provisional: bool,
     error_feedback: bool,
     autocast: torch.dtype | None,
-    traced_batches: int,
 ) -> Placed:
     """Agree with all ranks on the schedule, and return this rank's part. The arguments are those of `Pipeline`.
 
@@ -339,14 +338,6 @@ def place(
              "provisional": provisional, "error_feedback": error_feedback, "autocast": autocast}  # fmt: skip
 
     def own() -> tuple[tuple[nn.Module, ...], torch.device]:
-        if provisional and error_feedback:
-            raise ValueError("provisional and error_feedback are two guesses of one update; give one of them")
-        if not clip_grad >= 0:  # also not a number
-            raise ValueError(f"clip_grad is {clip_grad}; give the largest norm, or 0 to clip nothing")
-        if autocast not in (None, torch.bfloat16):
-            raise ValueError(f"autocast to {autocast} would need a scaled loss; use torch.bfloat16, or None")
-        if traced_batches < 0:
-            raise ValueError(f"traced_batches is {traced_batches}; give the number of batches to trace, or 0 for none")
         modules = tuple(modules_of(module))
         return modules, device_of(modules, device)
 

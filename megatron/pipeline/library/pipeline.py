@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.pipeline.library.arguments import is_duration, require_duration, require_makers, require_steps
+from megatron.pipeline.library.arguments import is_duration, require_steps, require_values
 from megatron.pipeline.library.batches import Announcement, Announcements, BatchData, MicrobatchFeed, split_batch
 from megatron.pipeline.library.building import Tie, build_stage, place, stage_module, trained
 from megatron.pipeline.library.ranks import Groups, LossCounts, close_at_exit, find_ranks, leave_at_exit
@@ -109,14 +109,16 @@ class Pipeline:
         # One rank's wrong timeout is refused on all ranks, for which they need the groups.
         self._groups = Groups(self._ranks, timeout if is_duration(timeout) else _TIMEOUT)
         self._agreement = Agreement(self._ranks.job, self._groups.job, is_one_pipeline=len(self._ranks.pipelines) == 1)
-        self._timeout = self._agreement.on(lambda: require_duration(timeout))
+        self._agreement.on(lambda: require_values(
+            timeout=timeout, provisional=provisional, error_feedback=error_feedback, clip_grad=clip_grad,
+            autocast=autocast, traced_batches=traced_batches, loss=loss, optimizer=optimizer, scheduler=scheduler,
+        ))  # fmt: skip
+        self._timeout = timeout
         placed = place(
             module, schedule, self._agreement, self._ranks, has_loss=loss is not None, has_tied=tied is not None,
             device=device, num_microbatches=num_microbatches, clip_grad=clip_grad, recompute=recompute,
             provisional=provisional, error_feedback=error_feedback, autocast=autocast,
-            traced_batches=traced_batches,
         )  # fmt: skip
-        self._agreement.on(lambda: require_makers(loss=loss, optimizer=optimizer, scheduler=scheduler))
         self.schedule, self.num_microbatches, self._device = placed.schedule, placed.num_microbatches, placed.device
         self.stages: tuple[int, ...] = self.schedule.stages_of(self._ranks.rank)
         self._has_first, self._has_last = 0 in self.stages, self.schedule.num_stages - 1 in self.stages

@@ -41,7 +41,7 @@ from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.start_up.initialize import prepare_outputs
-from megatron.trainer.start_up.optimizer import choose_kernel, kinds_of_parameters
+from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import (
     ModelAndOptimizer,
     Run,
@@ -94,7 +94,7 @@ _KINDS = "kinds of parameters"  # a key of the job's store
 def tell_new_processes(run: Run, membership: Membership) -> None:
     """Let rank 0 write to the job's store what `assemble_alone` needs to know of the other ranks."""
     if membership.rank == 0:
-        kinds = pickle.dumps(kinds_of_parameters(run.optimizer))
+        kinds = pickle.dumps(run.optimizer.kinds_of_parameters)
         membership.ask(lambda store: store.set(_KINDS, kinds))
 
 

@@ -137,7 +137,8 @@ def _key(title: str, layout: str | None, decoupled_lr: float | None = None) -> P
 
 
 Kinds = list[list[tuple]]
-"""For each of the lists of groups that megatron.core makes for an optimizer, the kinds of parameters of all ranks."""
+"""For each list of groups that megatron.core makes for an optimizer, the kinds of parameters of all ranks: learning
+rates, weight decays and layouts."""
 
 
 def build_optimizer(
@@ -146,10 +147,11 @@ def build_optimizer(
     """Build the optimizer of `args` for a rank's chunks.
 
     If replicas own whole parameters, the optimizer has this replica's, and `owners(optimizer)` knows the other owners.
+    Where ranks may be lost, its `kinds_of_parameters` are what a new process needs as `kinds`.
 
     Args:
         on_host: weights live on the host, which makes the steps.
-        kinds: in a process that is alone, `kinds_of_parameters` of the job whose rank it is to be. Its optimizer then
+        kinds: in a process that is alone, the kinds of parameters of the job whose rank it is to be. Its optimizer then
             has the groups that those of the job's ranks have, empty ones included.
     """
     wanted = core_config.optimizer_config(args)
@@ -173,7 +175,7 @@ def build_optimizer(
         optimizers_on_host() if on_host else nothing,
         _as_one(chunks) if on_host else nothing,
         nothing if shared is None else shared.building(),
-        _with_kinds(kinds) as found,
+        _with_kinds(kinds) if args.go_on_without_lost_ranks else nothing as found,
     ):
         optimizer = get_megatron_optimizer(wanted, chunks, config_overrides=overrides)
     if own is not None:
@@ -183,11 +185,6 @@ def build_optimizer(
                 each.optimizer = _in_place_of(each.optimizer, own)
     optimizer.kinds_of_parameters = found
     return optimizer
-
-
-def kinds_of_parameters(optimizer: MegatronOptimizer) -> Kinds:
-    """The kinds of parameters (learning rate, weight decay, layout) for which the ranks' optimizers have groups."""
-    return optimizer.kinds_of_parameters
 
 
 @contextlib.contextmanager

@@ -8,18 +8,6 @@ from megatron.trainer.arguments.flags.specification import Arguments
 _Row = tuple[Callable[[Arguments], object], str, str]
 """Whether the row applies, the feature in question, and why a run with this feature cannot continue without a rank."""
 
-
-def _predicts(args: Arguments) -> bool:
-    return choice_of(args).policy.predicts or args.pipeline_2bw_provisional != "off"
-
-
-def _predicts_apart(args: Arguments) -> bool:
-    if args.program is not None:
-        return args.program.predicts_apart
-    reads = args.pipeline_2bw_provisional_microbatches != 0 and not args.pipeline_2bw_provisional_reduce
-    return _predicts(args) and reads
-
-
 _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),
     (lambda args: num_places(args) < 2, "--expert-model-parallel-size and one copy of each expert",
@@ -39,9 +27,9 @@ _REFUSED: tuple[_Row, ...] = (
      "would need copies of whole parameters, and only Adam's shards are copied"),
     (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
     (lambda args: choice_of(args).policy.updates_alone, "stashed weights", "needs weights that follow from batches"),
-    (_predicts_apart, "predictions of each replica alone",
+    (lambda args: args.schedule.predicts_apart, "predictions of each replica alone",
      "loses that of a lost rank: add --2bw-provisional-reduce, or `# reduce_partial: yes` to a program's file"),
-    (lambda args: _predicts(args) and args.use_distributed_optimizer,
+    (lambda args: args.schedule.weights.predicts and args.use_distributed_optimizer,
      "predicted weights and --use-distributed-optimizer", "has shards of predictions, which are not cut anew"),
     (lambda args: args.pipeline_2bw_single_gradient_buffer, "--2bw-single-gradient-buffer",
      "steps before it knows the sums that others may lack"),

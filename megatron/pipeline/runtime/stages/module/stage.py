@@ -216,9 +216,9 @@ class ModuleStage(CapturingStage, AnyModuleStage):
         elif saved.root is not None:  # else the stage trains nothing, and no gradient leads further back
             torch.autograd.backward((saved.root,), (output_grad,))
         self._captured.drop(microbatch.index)
-        if saved.input is None or saved.input.grad is not None:
-            return None if saved.input is None else saved.input.grad
-        return torch.zeros_like(saved.input) if saved.input.requires_grad else None
+        if saved.input is None or not saved.input.requires_grad:
+            return None
+        return torch.zeros_like(saved.input) if saved.input.grad is None else saved.input.grad
 
     def _run(self, microbatch: Microbatch, input: Tensor | None) -> tuple[Tensor | None, Loss | None]:
         output = self.module(self._source(microbatch) if self._source is not None else input)

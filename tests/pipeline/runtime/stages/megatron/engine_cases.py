@@ -53,7 +53,7 @@ def train_in_fp8(**options) -> InFP8:
 @contextmanager
 def begun_stage(**options) -> Iterator[MegatronStage]:
     """A stage of two layers that has begun a batch of two microbatches."""
-    case = cases.Case(batches=(2,), layers=2, engine=True, **options)
+    case = cases.Case(batches=(2,), layers=2, **{"engine": True} | options)
     with cases.parallel(case):
         (stage,), update = cases.build(case)
         info = BatchInfo(0, 2, 2 * case.micro_batch_size)

@@ -1,6 +1,8 @@
 """Multi-token prediction trains as in one process: its losses, and the embedding that two stages share."""
 
 import itertools
+from contextlib import nullcontext, suppress
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,8 @@ backend.install()
 from megatron.pipeline.runtime.stages.megatron.data_and_dropout import SeededDropout
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.megatron.engine_cases import TWO as MICROBATCHES
+from tests.pipeline.runtime.stages.megatron.engine_cases import begun_stage
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,
@@ -97,6 +101,24 @@ def test_embeddings_of_further_tokens_draw_masks_of_their_own():
     first, again = masks[:3], masks[3:]
     assert all(torch.equal(*each) for each in zip(first, again, strict=True))
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(first, 2))
+
+
+def losses_behind_an_abandoned_forward(interrupted: bool) -> dict[str, tuple[float, float]]:
+    """The losses of a forward behind one that was abandoned, before it had taken its own if it was `interrupted`."""
+    with begun_stage(engine=False, **FURTHER) as stage:
+        lost = mock.patch.object(stage._multi_token_losses, "take", side_effect=RuntimeError("a rank is lost"))
+        with lost if interrupted else nullcontext(), suppress(RuntimeError):
+            stage.forward(MICROBATCHES[0], None)
+        stage.abandon()
+        stage.forward(MICROBATCHES[0], None)
+        return stage.take_losses(0)
+
+
+def test_losses_of_an_interrupted_forward_are_dropped():
+    """megatron.core would add them to those of the next forward."""
+    place = f"{__name__}:losses_behind_an_abandoned_forward"
+    [whole], [interrupted] = (workers.run(1, place, interrupted=each) for each in (False, True))
+    assert whole == interrupted and "mtp_1 loss" in whole
 
 
 @pytest.mark.parametrize("uniform", [pytest.param(True, marks=pytest.mark.full), False])

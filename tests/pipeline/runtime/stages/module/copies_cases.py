@@ -24,6 +24,7 @@ from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.survivors import ReplicaRank, without
@@ -54,6 +55,7 @@ class Case:
     virtual_stages: int = 1  # of its ranks
     recompute: bool = False
     most_on_device: int | None = None  # microbatches of a rank; others wait on the host
+    num_read: int | None = None  # microbatches of a replica that predictions read; None: nothing is predicted
 
     @property
     def moves(self) -> bool:
@@ -98,6 +100,8 @@ def _schedule_of(case: Case) -> ProgramSchedule:
         of_replica = Schedule.preset(
             case.preset, num_stages=case.num_stages, num_virtual_stages=case.virtual_stages,
             recompute=case.recompute, data_parallel=True, most_on_device=case.most_on_device,
+            tied_embeddings=case.tied, predict=case.num_read is not None, provisional_microbatches=case.num_read,
+            reduce_partial=bool(case.num_read),
         )  # fmt: skip
         lost, most = [ReplicaRank(*each) for each in case.lost], None if case.moves else 12
         left = without(of_replica, case.num_microbatches, num_replicas=case.num_replicas, lost=lost, most_held=most)
@@ -252,7 +256,10 @@ def _own(case: Case, groups: Groups) -> tuple[list[ModuleStage], ModuleUpdate, A
 def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **groups):
     """`data`: microbatch -> its input and target."""
     parameters = {name: each for part in parts for name, each in part.named_parameters()}
-    versions = WeightVersions(parameters, window=1 if case.weights == "flush" else 2)
+    versions, predicting = WeightVersions(parameters, window=1 if case.weights == "flush" else 2), {}
+    if case.num_read is not None:
+        versions = PredictedVersions(parameters)
+        predicting = {"reduce_partial": True, "provisional_microbatches": case.num_read * case.num_replicas}
     last, memory = case.num_stages - 1, ActivationMemory() if case.moves else None
     stages = [
         ModuleStage(
@@ -266,7 +273,7 @@ def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **gro
     ]  # fmt: skip
     update = ModuleUpdate(
         parameters, versions=versions, optimizer=case.make_optimizer(parameters.values()), clip_grad=case.clip_grad,
-        num_grad_buffers=1 if case.weights == "flush" else 2, tied=tied(parameters), **groups,
+        num_grad_buffers=1 if case.weights == "flush" else 2, tied=tied(parameters), **predicting, **groups,
     )  # fmt: skip
     return stages, update, memory
 

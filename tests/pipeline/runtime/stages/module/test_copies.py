@@ -17,7 +17,7 @@ from megatron.pipeline.program.weight_policies import POLICIES
 from megatron.pipeline.runtime.fitting import require_copyable
 from tests import workers
 from tests.pipeline.runtime import graph_cases
-from tests.pipeline.runtime.stages.module import copies_cases
+from tests.pipeline.runtime.stages.module import copies_cases, provisional_reference, reference
 from tests.pipeline.runtime.stages.module.copies_cases import Case
 
 _PLACE = "tests.pipeline.runtime.stages.module.copies_cases:"
@@ -105,6 +105,24 @@ def test_ranks_that_are_left_run_the_program_made_for_them(options):
     """The schedule of one replica, without the lost ranks, as `survivors.without` orders it."""
     case = Case(clip_grad=0.05, optimizer="adamw", num_batches=4, **options)
     assert_same(train(case), copies_cases.in_one_process(case))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_predict_from_what_the_replicas_would_have_read(tied):
+    """Each copy has a part of these gradients, also of a weight that both ends share."""
+    of_replicas = {"num_replicas": 3, "tied": tied}
+    case = Case(
+        preset="2bw", weights="2bw", lost=((2, 1),), num_microbatches=3, num_read=1, optimizer="adamw", **of_replicas
+    )
+    training = reference.Training(batches=(case.num_microbatches,) * case.num_batches, **of_replicas)
+    expected = provisional_reference.train(training, lambda name, size: 1, reduce_partial=True)
+    if tied:
+        expected.parameters[reference.LAST_WEIGHT] = expected.parameters[reference.FIRST_WEIGHT]
+    for outcome in train(case):
+        assert [report.loss for report in outcome.reports] == pytest.approx(expected.losses, rel=1e-6)
+        for name, tensor in outcome.parameters.items():
+            torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-6, atol=1e-6)
+        assert outcome.left == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
