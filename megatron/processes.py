@@ -85,16 +85,22 @@ class Job:
     ) -> None:
         self.mark = mark_of(folder)
         variables = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+        variables |= {**(environment or {}), MARK: self.mark}
         try:
-            with open(log, "w", encoding="utf-8") as stream:
-                self.process = subprocess.Popen(
-                    list(command), cwd=directory, env={**variables, **(environment or {}), MARK: self.mark},
-                    stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-                    preexec_fn=end_with_parent,  # a launcher that gets SIGTERM ends its ranks
-                )  # fmt: skip
+            self.process = self._start(command, variables, log, directory)
         except BaseException:
             end_marked(self.mark)  # the exception may be a signal that came after the command had started
             raise
+
+    def _start(
+        self, command: Sequence[str], environment: dict[str, str], log: Path, directory: Path
+    ) -> subprocess.Popen:
+        with open(log, "w", encoding="utf-8") as stream:
+            return subprocess.Popen(
+                list(command), cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=stream,
+                stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=end_with_parent,  # a launcher that gets SIGTERM ends its ranks
+            )  # fmt: skip
 
     def __enter__(self) -> "Job":
         return self

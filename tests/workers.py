@@ -52,6 +52,9 @@ MAX_PROCESSES = 8
 START_TIMEOUT_S = 120.0
 GRACE_S = 3.0  # after the first failure: time for the other ranks to report theirs
 SEED = 1234
+PLACE_OF_MARK, MOST_OF_MARK = "WORKERS_PLACE_OF_A_MARK", 1024
+"""A server starts with a variable of that many bytes. A process that is forked from it to become a job writes the job's
+mark there (tests/trainer/run/forking_launcher.py)."""
 _REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 _HOW = {"cpu": "forkserver", "engine": "forkserver", "cuda": "spawn"}
@@ -249,6 +252,7 @@ def _worker_environment(device: str):
     its module goes on without it.
     """
     wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    wanted[PLACE_OF_MARK] = " " * MOST_OF_MARK
     stand_ins = os.path.join(_REPOSITORY, "tests", "stand_ins") if device == "engine" else None
     wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [_REPOSITORY, stand_ins, os.environ.get("PYTHONPATH")]))
     if device != "cuda":

@@ -19,6 +19,10 @@ from pathlib import Path
 import psutil
 
 from megatron.processes import Job as MarkedJob
+from megatron.processes import end_with_parent
+from tests import workers
+from tests.trainer.run import forking_launcher
+from tests.trainer.run.forking_launcher import Forked
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -65,6 +69,17 @@ class Outcome:
         assert not self.leftovers, self.leftovers
 
 
+class ForkedJob(MarkedJob):
+    """A forking launcher that is forked itself, from the server of the workers: it need not import torch."""
+
+    def _start(self, command: Sequence[str], environment: dict[str, str], log: Path, directory: Path) -> Forked:
+        log.touch()
+        return Forked(
+            list(command),
+            workers.fork(forking_launcher.begin, command[2:], environment, log, directory, end_with_parent),
+        )
+
+
 class Job:
     """A running command; use as a context manager, which ends what is left of it."""
 
@@ -73,9 +88,8 @@ class Job:
         self.started = time.monotonic()
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment}
-        self._job = MarkedJob(
-            command, log=self._log_path, directory=directory, folder=self._log_path, environment=variables
-        )
+        kind = ForkedJob if command[1] == str(FORKING_LAUNCHER) else MarkedJob
+        self._job = kind(command, log=self._log_path, directory=directory, folder=self._log_path, environment=variables)
         self.process = self._job.process
 
     def __enter__(self) -> "Job":

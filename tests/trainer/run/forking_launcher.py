@@ -2,9 +2,11 @@
 
 Problem: a rank imports torch and megatron.core before it begins, which takes its processor five seconds, and a job of
 six ranks half a minute. Solution: the launcher imports them once, and a rank is a copy of it that becomes the program,
-in a session and an environment of its own, as if it had been started.
+in a session and an environment of its own, as if it had been started. The launcher itself is a copy, too, where a test
+starts it as a job of its own (`begin`): of the server from which the workers of tests are forked.
 """
 
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -12,24 +14,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import tests.preloaded  # noqa: F401
 from megatron.commands import launch
+from megatron.processes import MARK
+from tests import workers
 
 
-class Rank:
-    """What the launcher needs of a `subprocess.Popen`."""
+class Forked:
+    """What a launcher or a job needs of a `subprocess.Popen`, of a process of multiprocessing that has started."""
 
-    def __init__(self, words: list[str], *, env: dict, start_new_session: bool, preexec_fn: Callable[[], None]) -> None:
-        assert start_new_session
-        self._words = words
-        self._process = multiprocessing.get_context("fork").Process(target=_become, args=(words, env, preexec_fn))
-        self._process.start()
-        self.terminate, self.kill, self.pid = self._process.terminate, self._process.kill, self._process.pid
+    def __init__(self, words: list[str], process: BaseProcess) -> None:
+        self._words, self._process = words, process
+        self.terminate, self.kill, self.pid = process.terminate, process.kill, process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -45,7 +46,14 @@ class Rank:
         return self.returncode
 
 
-def _become(words: list[str], environment: dict, first: Callable[[], None]) -> None:
+def _rank(words: list[str], *, env: dict[str, str], start_new_session: bool, preexec_fn: Callable[[], None]) -> Forked:
+    assert start_new_session
+    process = multiprocessing.get_context("fork").Process(target=_become, args=(words, env, preexec_fn))
+    process.start()
+    return Forked(words, process)
+
+
+def _become(words: list[str], environment: dict[str, str], first: Callable[[], None]) -> None:
     """Of `python -u SCRIPT ...`: its session, its environment, its signals, its output and its main module."""
     os.setsid()
     first()
@@ -60,6 +68,34 @@ def _become(words: list[str], environment: dict, first: Callable[[], None]) -> N
     runpy.run_path(script, run_name="__main__")
 
 
+def begin(
+    arguments: list[str], environment: dict[str, str], log: Path, directory: Path, first: Callable[[], None]
+) -> None:
+    """In a copy of the workers' server: become the launcher with these arguments, as `megatron.processes.Job` starts a
+    command."""
+    os.chdir(directory)
+    for stream, kind in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        file = os.open(log if stream else os.devnull, kind | os.O_APPEND * (stream > 0))
+        os.dup2(file, stream)
+        os.close(file)
+    _show_mark(environment[MARK])
+    sys.path.insert(0, "")  # a program's folder takes the first place
+    _become(["", "", __file__, *arguments], environment, first)
+
+
+def _show_mark(mark: str) -> None:
+    """Put the job's mark where the system shows a process's environment, which is that of the server's start: it, and
+    the ranks, which are copies again, are found by it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begins, ends = map(int, fields[47:49])  # proc(5): env_start, env_end
+    at = ctypes.string_at(begins, ends - begins).index(f"{workers.PLACE_OF_MARK}=".encode())
+    entry = f"{MARK}={mark}\0{workers.PLACE_OF_MARK}=".encode()
+    assert len(entry) < workers.MOST_OF_MARK, mark
+    ctypes.memmove(begins + at, entry, len(entry))
+
+
 if __name__ == "__main__":
-    launch.subprocess = SimpleNamespace(Popen=Rank, TimeoutExpired=subprocess.TimeoutExpired)
+    import tests.preloaded  # noqa: F401
+
+    launch.subprocess = SimpleNamespace(Popen=_rank, TimeoutExpired=subprocess.TimeoutExpired)
     sys.exit(launch.main())
