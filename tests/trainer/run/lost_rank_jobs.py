@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import shlex
 import signal
@@ -34,15 +35,20 @@ COMPARED = (
     "z_loss", "expert_load_imbalance", "mtp_1_loss", "mtp_2_loss",
 )  # fmt: skip
 """What records of a job say as those of one process do."""
+SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
 MODEL = f"{BASE} --untie-embeddings-and-output-weights"
 
 
 class Trained(NamedTuple):
-    """A program of megatron/trainer/programs, the flags of a small model, and those of its data."""
+    """A program of megatron/trainer/programs, the flags of a small model, and those of its data.
+
+    `engine`: its layers are those of Transformer Engine's stand-in.
+    """
 
     program: str
     base: str
     data: str
+    engine: bool = False
 
 
 def gpt(model: str | None = None) -> Trained:
@@ -105,7 +111,7 @@ def program_of(
     flags: str, *, program: Path = PROGRAM, model: str | None = None, trained: Trained | None = None
 ) -> list[str]:
     """The program that a launcher starts, and its arguments."""
-    _, base, data = trained or gpt(model)
+    _, base, data, _ = trained or gpt(model)
     words = f"{base} {data} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
     return [str(program), *words.split(), *flags.split()]
 
@@ -142,8 +148,11 @@ def processes_of(folder: Path) -> dict[int, int]:
 
 
 def environment(folder: Path, losses: list, trained: Trained | None = None) -> dict[str, str]:
-    program = (trained or gpt()).program
-    return {"LOSSES": json.dumps(losses), "MOMENTS": str(folder / "moments.txt"), "PROGRAM": program}
+    trained = trained or gpt()
+    variables = {"LOSSES": json.dumps(losses), "MOMENTS": str(folder / "moments.txt"), "PROGRAM": trained.program}
+    if trained.engine:
+        variables |= {"ENGINE": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "stand_ins")))}
+    return variables
 
 
 def finished(folder: Path, outcome: launch.Outcome) -> Finished:
@@ -268,8 +277,9 @@ def lose_and_return_at_random(
 @functools.cache
 def undisturbed(flags: str, num_ranks: int = 1, model: str | None = None, trained: Trained | None = None) -> list[dict]:
     """The records of one process, or so many, with the same flags."""
-    program, base, data = trained or gpt(model)
-    return train(num_ranks, f"{data} {flags}", base=base, program=program, timeout=600.0)[-1]["records"]
+    program, base, data, engine = trained or gpt(model)
+    options = {"device": "engine", "function": "tests.trainer.run.test_engine:engine_case"} if engine else {}
+    return train(num_ranks, f"{data} {flags}", base=base, program=program, timeout=600.0, **options)[-1]["records"]
 
 
 def values(records: list[dict], name: str) -> dict[int, float]:
@@ -292,10 +302,11 @@ def assert_nothing_lost(
 ) -> None:
     """It ended well, or by SIGTERM, and all that it records is as in one process, or so many, that nothing disturbs.
 
-    In FP16 gradients are divided by the number of microbatches of a replica before they are rounded: norms of jobs that
-    nothing disturbs differ by 5e-4 from those of one process.
+    In FP16 gradients are divided by the number of microbatches of a replica before they are rounded, and summed in 16
+    bits: norms of jobs that nothing disturbs differ by 5e-4 from those of one process. Sums in FP32, of losses that are
+    scaled until no gradient loses bits, differ no more than without FP16.
     """
-    tolerance = 1e-3 if "--fp16" in flags else 2e-6
+    tolerance = 1e-3 if "--fp16" in flags and SUMS_IN_FP32 not in flags else 2e-6
     if is_stopped:
         assert job.outcome.status == 128 + signal.SIGTERM and not job.outcome.leftovers, job.outcome.output
     else:

@@ -12,6 +12,7 @@ from tests.trainer.run.lost_rank_jobs import (
     MODEL,
     assert_nothing_lost,
     gpt,
+    lose_at_random,
     run,
     undisturbed,
     values,
@@ -19,12 +20,15 @@ from tests.trainer.run.lost_rank_jobs import (
 from tests.trainer.run.run_case import BASE, table, train
 from tests.trainer.run.test_coming_back import DECAY
 from tests.trainer.run.test_experts import BIASED
-from tests.trainer.run.test_what_loses_ranks import EXPERTS, LOST_AND_BACK, MUON
+from tests.trainer.run.test_what_loses_ranks import ALLTOALL, CONTEXT, EXPERTS, LOST_AND_BACK, MUON
 
 P2 = "--pipeline-model-parallel-size 2"
+P1 = "--pipeline-model-parallel-size 1"
 P4 = "--pipeline-model-parallel-size 4"
 TWO_BW = f"--pipeline-schedule 2bw --eval-interval 4 --eval-iters 1 {DECAY}"
 STAGE = "--2bw-provisional stage --2bw-provisional-reduce"
+FEEDBACK = "--2bw-error-feedback"
+SHARED = f"{EXPERTS} --expert-model-parallel-size 2 --lr 1e-3"
 
 
 def uniform(num_read: int) -> str:
@@ -152,17 +156,60 @@ def test_four_stages(tmp_path, predicted):
     [
         "--tensor-model-parallel-size 2 --sequence-parallel --clip-grad 0.3",
         "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss",
+        "--context-parallel-size 2 --cp-comm-type a2a --clip-grad 0.3 --bf16",
+        f"{SHARED} {BIASED} {ALLTOALL} --clip-grad 0.3",
+        f"{SHARED} --moe-router-load-balancing-type seq_aux_loss --hidden-dropout 0.1 --bf16 --clip-grad 0.3",
+        f"{SHARED} {BIASED} {MUON} --clip-grad 0.3",
+        f"{SHARED} {CONTEXT} {ALLTOALL} --clip-grad 0.3",
     ],
 )
 def test_groups_that_predict_together(tmp_path, flags):
-    """A rank is lost with its tensor or context parallel group, and both come back; then one dies behind a prediction
-    of the group."""
+    """A rank is lost with the others that compute its layers or share out its experts, and all come back; then one dies
+    behind a prediction of the group."""
     losses = [[3, "partial", 3, "SIGKILL"], [4, "forward", 5, "newcomer"], [4, "predicted", 8, "SIGKILL"]]
     shared = f"--global-batch-size 8 --train-iters 11 {TWO_BW} {P2} {STAGE} {flags}"
     job = run(tmp_path, 8, shared, losses, max_restarts=1)
     assert_nothing_lost(job, shared, num_ranks=8)
     assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
     assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{SHARED} {BIASED} {ALLTOALL} --clip-grad 0.3",
+        f"{SHARED} {CONTEXT} --moe-shared-expert-intermediate-size 32",
+        f"{CONTEXT} --bf16 --clip-grad 0.3",
+    ],
+)
+def test_groups_with_error_feedback(tmp_path, flags):
+    """The factor and the predicted weights are those of an undisturbed job. As `test_groups_that_predict_together`."""
+    losses = [[3, "predict", 4, "SIGKILL"], [4, "forward", 6, "newcomer"], [4, "predicted", 8, "SIGKILL"]]
+    shared = f"--global-batch-size 8 --train-iters 11 {TWO_BW} {P2} {FEEDBACK} {flags}"
+    job = run(tmp_path, 8, shared, losses, max_restarts=1)
+    assert_nothing_lost(job, shared, num_ranks=8)
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("predicted", "whole", "together", "seed"),
+    [
+        (reduced(1), uniform(4), 1, 0), (reduced(2), uniform(8), 1, 1), (FEEDBACK, FEEDBACK, 1, 2),
+        (f"{SHARED} {BIASED} {reduced(1)}", f"{SHARED} {BIASED} {reduced(2)} {P1}", 2, 3),
+    ],
+)  # fmt: skip
+def test_ranks_are_lost_at_random_moments(tmp_path, predicted, whole, together, seed):
+    """Eight ranks are killed or stopped until each stage has one place left."""
+    shared = "--global-batch-size 16 --train-iters 40 --pipeline-schedule 2bw --eval-interval 5 --eval-iters 1"
+    shape = f"{P2} --save saved --save-interval 7"
+    job, gone = lose_at_random(
+        tmp_path, 2, 4 // together, f"{shared} {predicted} {shape}", seed=seed, together=together
+    )
+    assert len(gone) == 8 // together - 2, gone
+    assert_nothing_lost(job, f"{shared} {whole}", num_ranks=together)
 
 
 @pytest.mark.full

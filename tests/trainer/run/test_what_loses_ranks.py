@@ -9,8 +9,8 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from tests.trainer.arguments import bert_command_line
-from tests.trainer.run import test_bert, test_experts, test_t5, text_helper, vision_helper
-from tests.trainer.run.lost_rank_jobs import Trained, assert_nothing_lost, gpt, run
+from tests.trainer.run import test_bert, test_conversations, test_experts, test_t5, text_helper, vision_helper
+from tests.trainer.run.lost_rank_jobs import MODEL, Trained, assert_nothing_lost, gpt, run
 from tests.trainer.run.run_case import table
 from tests.trainer.run.test_coming_back import DECAY
 
@@ -42,6 +42,10 @@ def images() -> Trained:
     return Trained("pretrain_vision_classify", vision_helper.BASE, vision_helper.data_flags())
 
 
+def chats() -> Trained:
+    return Trained("pretrain_gpt", f"{MODEL} {test_conversations.SFT}", test_conversations.data())
+
+
 # name: (program, ranks of 2 replicas, flags)
 RUNS = {
     "experts with biases": (gpt, 4, f"{EXPERTS} {test_experts.BIASED} --eval-iters 1 --pipeline-schedule 2bw"),
@@ -63,6 +67,10 @@ RUNS = {
         gpt, 4, f"{EXPERTS} --moe-expert-capacity-factor 1.0 --pipeline-recompute --calculate-per-token-loss",
     ),
     "images": (images, 4, "--lr 1e-3 --pipeline-schedule 2bw"),
+    "conversations": (
+        chats, 4, "--eval-iters 1 --pipeline-schedule 2bw --calculate-per-token-loss --hidden-dropout 0.1",
+    ),
+    "conversations, means": (chats, 4, "--eval-iters 1 --pipeline-schedule zb-h1 --position-embedding-type rope"),
 }  # fmt: skip
 
 
@@ -76,7 +84,7 @@ def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_r
     job = run(
         tmp_path, num_ranks, f"{flags} {shape} {SAVING}", losses, max_restarts=int(num_ranks == 4), trained=trained
     )
-    assert_nothing_lost(job, flags, trained=trained)
+    assert_nothing_lost(job, flags.replace("zb-h1", "flush"), trained=trained)
     lost = [moment.rank for moment in job.moments if moment.is_loss]
     assert sorted(lost) == sorted(rank for rank, _, _, what in losses if what == "SIGKILL"), job.outcome.output
     assert num_ranks > 4 or "rank 1 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
