@@ -5,13 +5,14 @@ import pytest
 from megatron.trainer.arguments.flags.config import num_places, ranks_of_place, replicas_of_place
 from megatron.trainer.run.places import part_of, place_of
 from tests.trainer.arguments.bert_command_line import bert_arguments
-from tests.trainer.arguments.command_line import arguments
+from tests.trainer.arguments.command_line import CPU, GPU, arguments
 from tests.trainer.arguments.t5_command_line import t5_arguments
 from tests.trainer.run.text_helper import text_arguments
 from tests.trainer.run.vision_helper import vision_arguments
 
 GO_ON = "--go-on-without-lost-ranks"
 TWO = {"world_size": 2}
+FP8 = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --fp8-format hybrid"
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,14 @@ TWO = {"world_size": 2}
         "--num-experts 2 --expert-model-parallel-size 2 --optimizer muon",
         "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise",
         "--optimizer muon --context-parallel-size 2",
+        f"{FP8} --fp8-recipe tensorwise --distributed-backend gloo",
+        f"{FP8} --fp8-recipe blockwise --tensor-model-parallel-size 2 --sequence-parallel --distributed-backend gloo",
     ],
 )
 def test_replicas_of_a_pipeline_go_on(flags):
     """Two stages, and replicas; how long a rank may be silent, and how slow the job may become, have defaults."""
-    args = arguments(f"{GO_ON} {flags} --pipeline-model-parallel-size 2", world_size=8)
+    platform = GPU if FP8 in flags else CPU
+    args = arguments(f"{GO_ON} {flags} --pipeline-model-parallel-size 2", world_size=8, platform=platform)
     assert args.go_on_without_lost_ranks and (args.failure_timeout, args.minimum_speed) == (10.0, 0.0)
     args = arguments(f"{GO_ON} --failure-timeout 1 --minimum-speed 1", **TWO)
     assert (args.failure_timeout, args.minimum_speed) == (1.0, 1.0)
@@ -65,7 +69,7 @@ def test_replicas_of_a_pipeline_go_on(flags):
          "--redundant-optimizer and --use-precision-aware-optimizer would need copies that keep moments of 16 bits"),
         ("--use-distributed-optimizer --redundant-optimizer --optimizer muon", 2,
          "--redundant-optimizer and another --optimizer than adam would need copies of whole parameters, and only"),
-        ("--pipeline-schedule l2l", 2, "weights on the host has no copies of stages"),
+        ("--pipeline-schedule l2l", 2, "weights on the host steps them in place and in parts, one for each"),
         ("--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 2 --untie-embeddings-and-output-weights"
          " --pipeline-model-parallel-size 2", 4, "stashed weights needs weights that follow from"),
         ("--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 "
@@ -78,6 +82,9 @@ def test_replicas_of_a_pipeline_go_on(flags):
          "predicted weights and --use-distributed-optimizer has shards of predictions, which are not cut anew"),
         ("--pipeline-schedule 2bw --2bw-single-gradient-buffer", 2,
          "--2bw-single-gradient-buffer steps before it knows the sums that others may lack"),
+        (FP8, 2, "--fp8-recipe delayed moves scales on with each microbatch, and has none to return to when a batch"),
+        (f"{FP8} --fp8-recipe tensorwise --tensor-model-parallel-size 2 --sequence-parallel", 4,
+         "--fp8-recipe tensorwise and --sequence-parallel has a group of tensor ranks in each quantizer, which would"),
         ("--optimistic-steps --pipeline-model-parallel-size 2", 4, "--optimistic-steps may have to take a step back"),
         ("--distributed-backend nccl", 2, "--distributed-backend nccl has not been shown to end NCCL's waits: give"),
     ],

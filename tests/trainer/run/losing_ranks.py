@@ -15,6 +15,8 @@ A checkpoint has the places `save`, `copying`, `files`, `written` (before the ga
 (between the two renames) and `committed`; with --async-save all but `copying` are on the thread that writes it.
 The place `published` is in the making of a group in a recovery, where others have the rank's address and no connection.
 
+With ENGINE the process finds Transformer Engine, of tests/stand_ins.
+
 MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
 first that it has begun, with its process id.
 """
@@ -27,6 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from megatron.trainer.run import entry
 
@@ -200,5 +203,15 @@ def program():
     return TRAINED.program()
 
 
+def machine() -> AbstractContextManager:
+    """A context in which a run finds what its machine has."""
+    if "ENGINE" not in os.environ:
+        return nullcontext()
+    from tests.trainer.run.test_engine import as_on_a_gpu
+
+    return as_on_a_gpu()
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(f"{PROGRAM}.py", program, defaults=getattr(TRAINED, "DEFAULTS", {})))
+    with machine():
+        sys.exit(entry.run(f"{PROGRAM}.py", program, defaults=getattr(TRAINED, "DEFAULTS", {})))

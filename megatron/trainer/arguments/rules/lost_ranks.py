@@ -25,7 +25,8 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.redundant_optimizer and args.optimizer != "adam",
      "--redundant-optimizer and another --optimizer than adam",
      "would need copies of whole parameters, and only Adam's shards are copied"),
-    (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
+    (lambda args: choice_of(args).residency is not None, "weights on the host",
+     "steps them in place and in parts, one for each replica of a node, which a loss would leave half done"),
     (lambda args: choice_of(args).policy.updates_alone, "stashed weights", "needs weights that follow from batches"),
     (lambda args: args.schedule.predicts_apart, "predictions of each replica alone",
      "loses that of a lost rank: add --2bw-provisional-reduce, or `# reduce_partial: yes` to a program's file"),
@@ -38,7 +39,12 @@ _REFUSED: tuple[_Row, ...] = (
      "changes the ranks of its stages by itself"),
     (lambda args: args.made_program is not None and args.made_program.measures,
      "--pipeline-schedule auto and no --pipeline-profile", "changes its program while it trains"),
-    (lambda args: args.fp8 is not None, "--fp8-format", "agrees on scales over all replicas"),
+    (lambda args: args.fp8 is not None and args.fp8_recipe == "delayed", "--fp8-recipe delayed",
+     "moves scales on with each microbatch, and has none to return to when a batch is dropped: add --fp8-recipe "
+     "tensorwise"),
+    (lambda args: args.fp8 is not None and args.fp8_recipe == "tensorwise" and args.sequence_parallel,
+     "--fp8-recipe tensorwise and --sequence-parallel",
+     "has a group of tensor ranks in each quantizer, which would stay a broken one: add --fp8-recipe blockwise"),
     (lambda args: args.distributed_backend == "nccl", "--distributed-backend nccl",
      "has not been shown to end NCCL's waits: give --distributed-backend gloo"),
 )  # fmt: skip
