@@ -16,7 +16,7 @@ from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.time.calibration import START, load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Machine, Profile, Spread, StagePosition, StageTime, UpdateTime, load_profile
-from tests.benchmarks.gpu_hour.rehearsals import Said, rehearsed
+from tests.benchmarks.gpu_hour.fake_hour import Said
 
 TRUE = replace(START, product_efficiency=0.6, product_overhead=20e-6, memory_efficiency=0.7, launch=30e-6)
 SHAPE = CARD.shapes[0]
@@ -155,14 +155,3 @@ def test_a_round_without_a_prediction_is_left_out(monkeypatch):
     [case] = [list(found) for _, found in calibration.measure(plan, do, said)][-1]
     assert (case.measured, case.predicted, case.failed) == ([2.0], {PROFILE: [3.0]}, None)
     assert said.lines == [f"{case.name} is not predicted from this profile: step is [-0.1]; give seconds"]
-
-
-@pytest.mark.full
-def test_rehearsal(tmp_path):
-    found = rehearsed("calibration", tmp_path)
-    [case] = found["cases"]
-    assert len(case["measured"]) == 1 and min(case["measured"]) > 0
-    assert set(case["predicted"]) == {PROFILE, DATA_SHEET, FITTED}
-    errors = found["figures"]["profile_errors_ratio"]
-    assert errors == pytest.approx([case["predicted"][PROFILE][0] / case["measured"][0] - 1])
-    assert load_calibration(str(tmp_path / "calibration" / "cpu.json")).name == "cpu"

@@ -11,7 +11,7 @@ backend.install()
 from benchmarks.gpu_hour import memory
 from benchmarks.gpu_hour.memory import DOES_NOT, FITS, GIB, REHEARSAL, REHEARSED_GIB
 from tests import workers
-from tests.benchmarks.gpu_hour.rehearsals import Said, rehearsed
+from tests.benchmarks.gpu_hour.fake_hour import Said
 
 SIZE = replace(REHEARSAL.size, layers=3)
 
@@ -150,11 +150,3 @@ def test_a_failed_size_is_told_and_others_go_on(monkeypatch):
         "contradicts: no recomputation, 50% did not run, no recomputation, just fits did not run, "
         "no recomputation, just does not fit ran"
     )
-
-
-@pytest.mark.full
-def test_rehearsal(tmp_path):
-    found = rehearsed("memory", tmp_path)
-    assert [row["name"] for row in found["rows"]] == ["50%", FITS, DOES_NOT]
-    for row in found["rows"]:
-        assert row["ratio_to_estimate"] == pytest.approx(1.0, abs=0.2) and row["planner_bytes"] == row["estimate_bytes"]

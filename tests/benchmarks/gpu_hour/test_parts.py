@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.gpu_hour import existing, floor, install, machine, schedules
+from benchmarks.gpu_hour import floor, install, machine, schedules
 from benchmarks.gpu_hour.parts import PARTS
 from benchmarks.gpu_hour.records import ROOT, Records, problem_with
 
@@ -70,18 +70,6 @@ def test_all_schedules(tmp_path):
     content = rehearsed(schedules.main, tmp_path)
     assert len(content["lines"]) == 2 and len(content["figures"]) == 2 * len(schedules.comparisons())
     assert all(name in content["lines"][1] for name in ("bpipe", "zbv", "pipedream", "l2l", "async", "predicted"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", existing.BENCHMARKS)
-def test_benchmarks_that_were_there(tmp_path, name):
-    """They run as on a card, and their figures become sentences."""
-    file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_hour.existing", name, "--json", str(file), "--rehearse"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    content = json.loads(file.read_text())
-    assert problem_with(content) is None and len(content["lines"]) == 2
 
 
 BARE = {**ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}  # starts in a second

@@ -63,14 +63,6 @@ def test_fused_softmax_decides():
     assert ratio == pytest.approx(slow.entry.seconds / fast.entry.seconds, rel=0.02) and ratio > 1.3
 
 
-def test_simulation_agrees_with_the_closed_form():
-    for entry in (measured.BPIPE_TABLE_7[5], measured.BPIPE_TABLE_7[0], measured.KORTHIKANTI[2]):
-        asked = read_entry(entry)
-        closed, simulated = (predict(asked, default_constants(), simulate=each).estimate for each in (False, True))
-        assert closed.seconds == pytest.approx(simulated.seconds, rel=0.002)
-        assert closed.bubble == pytest.approx(simulated.bubble, abs=0.005)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("further", [None, FurtherLayers(count=1)], ids=["plain", "further"])
 def test_a_fit_and_a_prediction_share_the_same_embeddings(tied, further):

@@ -2,12 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-
-from megatron.planner.job.configuration import Sharding
 from megatron.planner.job.software import DEEPSPEED
-from megatron.planner.memory.recompute import RecomputeScope
-from megatron.planner.published.entries import Entry, Unpredictable, read_entry
+from megatron.planner.published.entries import Entry, read_entry
 from megatron.planner.published.prediction import Prediction, Question, predict
 from megatron.planner.time.calibration import default_constants
 from tests.planner.published.measured import changed
@@ -150,28 +146,7 @@ def test_what_ran_out_of_memory():
     assert more.is_borderline and -4 < more.spare_gib < 0
 
 
-def test_what_is_read_of_them():
-    """Degrees from shards, sizes from the number of parameters, rates from the GPU's label."""
-    entry = read_entry(TORCHTITAN[2])
-    assert entry.configuration.sharding == Sharding(stage=3, shards=128) and entry.configuration.data == 128
-    assert entry.configuration.recompute is RecomputeScope.ATTENTION and entry.peak_gib == 67.0
-    assert entry.cluster.memory_bandwidth == pytest.approx(2447, abs=1)
-    assert 835 < entry.cluster.peak_teraflops < 989  # "between SXM and NVL" (torchtitan's footnote)
-    assert sum("at the clock" in text or "HBM2e" in text for text in entry.assumed) == 2
-    large = read_entry(NARAYANAN[3])
-    assert (large.model.num_layers, large.model.hidden_size, large.model.num_attention_heads) == (105, 20480, 128)
-    assert "the GPT-3 of 529.6 billion parameters: 105 layers of 20480, 128 heads" in large.assumed
-    assert isinstance(read_entry(changed(NARAYANAN[3], model={"params_B": 530})), Unpredictable)
-    assert isinstance(read_entry(changed(NARAYANAN[3], model={"layers": 105})), Unpredictable)  # it says some, not all
-
-
 def test_the_same_answer_for_a_fit():
     """What a fit asks again and again is what a prediction says."""
     question, constants = Question(read_entry(TORCHTITAN[0])), default_constants()
     assert question.time_errors(constants) == question.predict(constants).errors
-
-
-def test_a_pipeline_beside_it_is_refused():
-    run = changed(TORCHTITAN[2], config={"fsdp": 64, "p": 2})
-    with pytest.raises(AssertionError, match="p is 2, of which the time of both together is not modelled; give p 1"):
-        predicted(run)

@@ -157,15 +157,6 @@ def test_interleaved_keeps_the_bound_of_ranks(num_ranks: int, num_virtual_stages
     assert evicting == set(schedule.evicting_ranks(batches))
 
 
-def test_interleaved_evicts_twice_in_its_warm_up():
-    """4 ranks with 2 stages each share bound 9, and rank 0 is to save 11."""
-    schedule = Schedule.preset("interleaved", num_stages=8, num_virtual_stages=2, balance=True)
-    row = [str(each) for each in schedule.build((8,)).rows[0] if each.kind in (Kind.FORWARD, Kind.EVICT, Kind.BACKWARD)]
-    warm_up = row[: next(place for place, each in enumerate(row) if "B" in each)]
-    assert [each for each in warm_up if "EVICT" in each] == ["0EVICT3", "0EVICT4"]
-    assert schedule.max_saved_on_rank((8,)) == (9, 9, 7, 9)
-
-
 @pytest.mark.parametrize(("preset", "v"), [("bpipe", 1), ("2bw", 1), ("interleaved", 2)])
 def test_ranks_with_room_stay_as_they_are(preset, v, monkeypatch):
     """They are not walked through for moves, and that would set none."""
