@@ -25,18 +25,11 @@ def job(*flags: str) -> dict[int, str]:
 
 
 @pytest.mark.full  # its parts: tests/pipeline/library
-def test_it_trains():
-    """Under 2bw the loss falls."""
+def test_it_trains_and_goes_on_where_it_stopped(tmp_path):
+    """Under 2bw the loss falls; a run in two pieces prints what a run in one prints, validation included."""
     whole = job("--steps", "12")
     assert list(whole) == [*range(1, 13), 0]
     losses = [float(re.match(r"loss ([0-9.]+)", whole[step])[1]) for step in range(1, 13)]
     assert min(losses[6:]) < losses[0] - 0.2
-
-
-@pytest.mark.full  # the library's own state: tests/pipeline/library/test_state.py
-def test_it_goes_on_where_it_stopped(tmp_path):
-    """A run in two pieces prints what a run in one prints, validation included."""
-    whole = job("--steps", "12")
     first = job("--steps", "6", "--save", str(tmp_path))
-    second = job("--steps", "12", "--load", str(tmp_path))
-    assert {**first, **second} == whole
+    assert {**first, **job("--steps", "12", "--load", str(tmp_path))} == whole

@@ -189,18 +189,6 @@ def test_a_relay_that_freezes_and_thaws_has_the_bits_of_flush(folder):
         assert torch.equal(each, relay.weights[name]) and torch.equal(each, rest.weights[name]), name
 
 
-@pytest.mark.full  # replicas freeze layers, and let them train again, in the usual selection
-@pytest.mark.parametrize("schedule", ["2bw", "flush"])
-def test_layers_train_again_when_validation_falls(folder, schedule):
-    """A tolerance below 0 that no evaluation meets: the first one with frozen layers ends freezing."""
-    argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "1", "--pipeline_schedule", schedule, "--do_train",
-            "--validation_file", tiny.data_file(folder, NAME, seed=3), "--eval_steps", 4, "--eval_strategy", "steps",
-            "--freeze_watch_validation", -10]  # fmt: skip
-    found, *_ = run(folder, f"again-{schedule}", *argv)
-    assert changes(found) == [(3, 1), (8, 0)]
-    require_close(found, plain(folder, argv, {3: 1, 8: 0}.get, delay=int(schedule == "2bw")))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("schedule", "ranks"), [("flush", 2), ("l2l", 1)])
 def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder, schedule, ranks):

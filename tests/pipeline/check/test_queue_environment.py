@@ -40,6 +40,7 @@ def require(name: str, environment: dict[str, str], *, stages: int = 4, **job) -
          f"streams that share a hardware queue block each other; export 32 {LOSS}"),
         ("2bw", {}, "33", "is '33', not a whole number from 1 to 32; export 32"),
         ("2bw", {}, "-1", "is '-1', not a whole number from 1 to 32; export 32"),
+        ("2bw", {}, "many", "is 'many', not a whole number from 1 to 32; export 32"),
         ("2bw", {}, "3²", "is '3²', not a whole number from 1 to 32; export 32"),
     ],
 )  # fmt: skip

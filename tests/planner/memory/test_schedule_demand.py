@@ -1,14 +1,13 @@
-"""The demand that a schedule states is that of its proved programs."""
+"""The demand that a schedule states, and its closed form, are that of its proved programs."""
 
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
-from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.schedules import Schedule
-from megatron.planner import Demand, demand_of
-from megatron.planner.memory.schedule_demand import schedule_demand
+from megatron.planner import Demand
+from megatron.planner.memory.schedule_demand import closed_form_demand, proved_demand, schedule_demand
 
 CHOICES = [
     (name, p, v, balance)
@@ -21,12 +20,22 @@ CHOICES = [
 ]
 
 
-def proved(schedule: Schedule, num_microbatches: int) -> Demand:
-    if schedule.weights.drains:
-        program = schedule.build((num_microbatches,))
-        return demand_of(program, check(program))
-    periodic = schedule.build_periodic(num_microbatches)
-    return demand_of(periodic.unroll(1), check_periodic(periodic))
+def compare(schedule: Schedule, num_microbatches: int) -> None:
+    """The closed form is equal, or where it says so an upper bound that is reached with 3p microbatches."""
+    found, exact = closed_form_demand(schedule, num_microbatches), proved_demand(schedule, num_microbatches)
+    where = f"{schedule}, {num_microbatches} microbatches"
+    assert found.evicts == exact.evicts and found.accepts == exact.accepts, where
+    assert all(a <= b <= a + 1 for a, b in zip(exact.receives_ahead, found.receives_ahead, strict=True)), where
+    for rank in range(schedule.num_ranks):
+        more = found.saved_on_rank[rank] - exact.saved_on_rank[rank]
+        assert more >= 0 and (found.accepts[rank] or more == 0), where
+        assert not (more and num_microbatches >= 3 * schedule.num_ranks), where
+        for stage in found.stages_of(rank):
+            assert found.saved_microbatches[stage] >= exact.saved_microbatches[stage], where
+            if not any(found.evicts):
+                assert found.saved_microbatches[stage] == exact.saved_microbatches[stage], where
+    loose = {name: getattr(exact, name) for name in ("saved_microbatches", "saved_on_rank", "receives_ahead")}
+    assert replace(found, **loose) == exact, where
 
 
 PREDICTING = {
@@ -49,9 +58,11 @@ def test_predictions_keep_what_the_proved_program_keeps(p, mode):
         if options.get("provisional_microbatches") == "most":
             options["provisional_microbatches"] = m - p + 1
         schedule = Schedule.preset("2bw", predict=True, num_stages=p, **options)
-        assert schedule_demand(schedule, m) == proved(schedule, m), m
-        assert schedule_demand(schedule, m, proved=False).held_gradients == proved(schedule, m).held_gradients
-    assert all(proved(schedule, m).predicts) and not any(proved(Schedule.preset("2bw", num_stages=p), m).predicts)
+        assert schedule_demand(schedule, m) == proved_demand(schedule, m), m
+        compare(schedule, m)
+    assert all(proved_demand(schedule, m).predicts) and not any(
+        proved_demand(Schedule.preset("2bw", num_stages=p), m).predicts
+    )
 
 
 def test_who_holds_gradients():
@@ -82,12 +93,19 @@ def test_is_that_of_the_proved_program(name, p, v, balance):
             schedule.validate(m)
         except ValueError:
             continue
-        stated, program = schedule_demand(schedule, m), proved(schedule, m)
+        stated, program = schedule_demand(schedule, m), proved_demand(schedule, m)
         # A batch of one microbatch asks for fewer receives ahead than a full pipeline.
         ahead = [stated.receives_ahead, program.receives_ahead]
         assert all(more >= fewer for more, fewer in zip(*ahead, strict=True))
         assert m == 1 or ahead[0] == ahead[1]
         for field in {field.name for field in fields(Demand)} - {"receives_ahead"}:
             assert getattr(stated, field) == getattr(program, field), (m, field)
+        compare(schedule, m)
         compared += 1
     assert compared
+
+
+def test_refuses_what_the_schedule_refuses():
+    """Batches that 2bw cannot run are refused as by the schedule itself."""
+    with pytest.raises(ValueError, match="needs batches of at least 4"):
+        closed_form_demand(Schedule.preset("2bw", num_stages=4), 3)

@@ -13,7 +13,6 @@ from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments.flags.config import choice_of
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run import run_case
-from tests.trainer.run.test_bert import numbers, train_bert
 
 FULL = pytest.mark.full
 STAGE = "--pipeline-schedule 2bw --2bw-provisional stage"
@@ -238,16 +237,6 @@ def test_uniform_predictions_are_clipped_alike():
     this learning rate norms jump, so the factors would differ."""
     same = f"{NO_DROPOUT} {SHORT} {UNIFORM} --clip-grad 0.5 --optimizer sgd --lr 5"
     assert losses(train(2, same)) == pytest.approx(losses(train_once(1, same)), rel=2e-5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stages", [2, 4])
-def test_bert(stages):
-    """Training and validation losses of p stages are bit-equal to a single process's."""
-    alone, found = (train_bert(num_ranks, f"{SHORT} {ONE_READ}") for num_ranks in (1, stages))
-    assert numbers(found) == numbers(alone)
-    assert sum(record[3] is not None for record in numbers(found)) == 2
-    assert found[-1]["losses"][6] < found[-1]["losses"][1]
 
 
 # --- through files
