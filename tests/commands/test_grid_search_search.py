@@ -514,19 +514,6 @@ SHARED = [
 ]  # fmt: skip
 
 
-@pytest.mark.full
-def test_a_script_shares_out_experts(run, tmp_path):
-    """Experts on several ranks, by the flags of Megatron-LM: the table names them, and the script has the flags."""
-    experts = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", "--expert-model-parallel-size", 8]
-    status, out, _ = run(*SHARED, *experts, "--output", tmp_path)
-    assert status == 0 and "ep" in next(line for line in out.splitlines() if line.startswith("rank")).split()
-    script = (tmp_path / "best.sh").read_text()
-    assert "--expert-model-parallel-size 8" in script and "--moe-token-dispatcher-type alltoall" in script
-    content = json.loads(run(*SHARED, *experts, "--json")[1])
-    assert {each["expert"] for each in content["best"]} == {8}
-    assert {each["not_validated"] for each in content["best"]} != {None}
-
-
 def test_a_script_trains_experts(run, tmp_path):
     """Where all experts of a layer lie on each rank, the best is started like any model, and no note says otherwise."""
     experts = ["--num-experts", 8, "--moe-layer-freq", "[0]+[1]*23", "--moe-aux-loss-coeff", "1e-2"]

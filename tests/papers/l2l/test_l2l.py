@@ -101,30 +101,9 @@ def test_complaints_name_what_is_off():
 
 @pytest.mark.full  # test_relay_memory has the same meter
 def test_device_bytes_grow_by_m_inputs_a_layer():
-    """By the meter, which counts flush's weights, gradients and moments, and of the relay's the arena, two gradient
-    buffers and what is saved: with three stages more, exactly 3m inputs more, or their norms.
-    """
-    args = SimpleNamespace(layers=[3, 6], hidden=16, microbatches=2)
-    rows = memory.depth_rows(args)
-    assert [(row["contender"], row["layers"]) for row in rows] == [
-        (name, layers) for name in ("flush", *memory.RELAYS) for layers in (3, 6)
-    ]
-    of_layers = {layers: models.Model(layers=layers, hidden=16, sequence=16, vocabulary=64) for layers in (3, 6)}
-    for row in rows:
-        model = of_layers[row["layers"]]
-        assert row["parameters"] == model.num_parameters
-        least = 4 * model.num_parameters * 4
-        if row["contender"] == "flush":
-            assert least < row["device_bytes"] and row["host_bytes"] == 0
-            continue
-        assert least <= row["host_bytes"] < 1.1 * least  # aligned
-        if row["layers"] == 3:
-            assert row["growth"] is None
-        elif row["contender"] == "l2l, inputs on the host":
-            assert row["growth"] == row["expected_growth"] == 0
-        else:
-            assert row["growth"] == row["expected_growth"] == 2 * model.boundary_bytes
-    assert memory.complaints(rows) == []
+    """With three stages more by 3m inputs, or by nothing where these wait on the host: else there is a complaint."""
+    rows = memory.depth_rows(SimpleNamespace(layers=[3, 6], hidden=16, microbatches=2))
+    assert len(rows) == 2 * (1 + len(memory.RELAYS)) and memory.complaints(rows) == []
     (sentence,) = memory.complaints([{**rows[-1], "growth": 4}])
     assert "l2l, inputs on the host of 6 layers" in sentence
 

@@ -1,7 +1,5 @@
 """Weights on the host: the relay computes what `flush` does, with few stages on the device."""
 
-import itertools
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -125,32 +123,6 @@ def test_an_input_that_does_not_come_back_in_time_is_missed():
             1, "tests.pipeline.runtime.relay.relay_cases:run_mutated", drop=(drop,), stash="host"
         )
         assert words in message
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_relay_is_ordinary_training_in_any_cut(num_ranks):
-    """The same for all numbers of stages, of resident ones and of microbatches, eager and deferred, either stash."""
-    generator = random.Random(num_ranks)
-    cuts = [v for v in (1, 2, 4, 8) if num_ranks * v <= reference.NUM_LAYERS]
-    for v, resident, host_update in itertools.product(cuts, (1, 2, 3), ("eager", "deferred")):
-        batches = tuple(generator.sample(range(1, 9), 4))
-        training = Training(batches=batches, same_dropout=generator.choice((0.0, 0.1)), warmup=2)
-        drains = tuple(generator.sample(range(4), 2))
-        stash = generator.choice(("device", "host"))
-        expected = flush(training, drains=drains, evaluate=2)
-        outcomes = run(
-            num_ranks,
-            training,
-            num_virtual_stages=v,
-            resident=resident,
-            host_update=host_update,
-            stash=stash,
-            drains=drains,
-            evaluate=2,
-        )
-        assert_same(outcomes, expected)
-        assert all(outcome.evaluations == expected.evaluations for outcome in outcomes)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_virtual_stages"), [(1, 8), (2, 4)])

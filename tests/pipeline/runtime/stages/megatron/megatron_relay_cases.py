@@ -1,7 +1,6 @@
 """What ranks of the relay's tests run with megatron.core: the tiny GPT of megatron_model.py, whose stages come from the
 host."""
 
-import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate, RelayChunk, show_as_main_grad
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.schedules import Schedule
-from tests.pipeline.runtime.relay.device_meter import DeviceMeter
 from tests.pipeline.runtime.stages.megatron.fused_accumulation import stand_in
 from tests.pipeline.runtime.stages.megatron.megatron_cases import optimizer_config, scheduler
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
@@ -30,11 +28,6 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     parallel,
     training_data,
 )
-
-SMALLEST = 256
-"""Bytes of the storages that are metered: weights of a layer are larger, all but vectors. A run has once had 128 bytes
-more at its peak than all others, of which it is not known what held them.
-"""
 
 
 @dataclass
@@ -51,7 +44,6 @@ class Outcome:
     num_bytes_fetched: int = 0
     weight_bytes: int = 0
     gradient_bytes: int = 0
-    peak_bytes: int = 0
     num_offloaded: int = 0
     device_peaks: list[int] = field(default_factory=list)
     host_peaks: list[int] = field(default_factory=list)
@@ -88,43 +80,38 @@ def train(
     """
     case = Case(batches=batches, **options)
     outcome = Outcome()
-    gc.collect()
     with stand_in() if case.fused else nullcontext(), parallel(case):
         chunks = chunks_of(case, num_stages, RelayChunk)
         optimizer = get_megatron_optimizer(optimizer_config(case), chunks)
         residency = Residency(resident, "eager" if eager else "deferred", stash)
-        with DeviceMeter(least=SMALLEST) as meter:
-            update = MegatronRelayUpdate(
-                chunks, optimizer, scheduler(case, optimizer), stages=range(num_stages), residency=residency
-            )  # fmt: skip
-            meter.set_host_aside()
-            stages = [
-                MegatronStage(
-                    chunk, forward_step(case), update, index=index, num_stages=num_stages, seq_length=SEQUENCE,
-                    micro_batch_size=case.micro_batch_size, data_iterator=training_data(case, 0),
-                    recompute=index < num_stages - 1,
-                )
-                for index, chunk in enumerate(chunks)
-            ]  # fmt: skip
-            schedule = Schedule.preset(
-                "l2l", num_stages=num_stages, num_virtual_stages=num_stages, residency=residency,
-                tied_embeddings=case.tied and num_stages > 1,
-            )  # fmt: skip
-            engine = PipelineEngine(schedule, stages, update, ranks=[0], ledger=update.ledger)
-            if drop is not None:
-                _drop(engine, stages, drop)
-            for size in batches:
-                meter.set_host_aside()  # what the batch before has mapped for inputs
-                for report in engine.run_batch(size, size * case.micro_batch_size):
-                    outcome.losses.append(report.losses["lm loss"])
-                    outcome.norms.append(report.grad_norm)
-                    outcome.device_peaks += map(int, report.rank_metrics["device_peak_bytes"])
-                    outcome.host_peaks += map(int, report.rank_metrics["host_peak_bytes"])
-            engine.drain()
-            if engine.stash is not None:
-                outcome.num_offloaded = engine.stash.num_offloaded
-            engine.close()
-        outcome.peak_bytes = meter.peak
+        update = MegatronRelayUpdate(
+            chunks, optimizer, scheduler(case, optimizer), stages=range(num_stages), residency=residency
+        )  # fmt: skip
+        stages = [
+            MegatronStage(
+                chunk, forward_step(case), update, index=index, num_stages=num_stages, seq_length=SEQUENCE,
+                micro_batch_size=case.micro_batch_size, data_iterator=training_data(case, 0),
+                recompute=index < num_stages - 1,
+            )
+            for index, chunk in enumerate(chunks)
+        ]  # fmt: skip
+        schedule = Schedule.preset(
+            "l2l", num_stages=num_stages, num_virtual_stages=num_stages, residency=residency,
+            tied_embeddings=case.tied and num_stages > 1,
+        )  # fmt: skip
+        engine = PipelineEngine(schedule, stages, update, ranks=[0], ledger=update.ledger)
+        if drop is not None:
+            _drop(engine, stages, drop)
+        for size in batches:
+            for report in engine.run_batch(size, size * case.micro_batch_size):
+                outcome.losses.append(report.losses["lm loss"])
+                outcome.norms.append(report.grad_norm)
+                outcome.device_peaks += map(int, report.rank_metrics["device_peak_bytes"])
+                outcome.host_peaks += map(int, report.rank_metrics["host_peak_bytes"])
+        engine.drain()
+        if engine.stash is not None:
+            outcome.num_offloaded = engine.stash.num_offloaded
+        engine.close()
         update.close()
     outcome.stages = [
         (stage.layout.num_bytes, stage.gradient_layout.num_bytes) for stage in update.store.stages.values()

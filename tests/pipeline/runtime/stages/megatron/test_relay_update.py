@@ -34,18 +34,6 @@ def test_a_batch_fetches_every_stage_twice_but_where_it_turns(resident, dtype):
     assert gradients[1] == weights[1] * (1 if dtype == "float32" else 2), "gradients add up in FP32"
 
 
-@pytest.mark.full
-def test_the_devices_memory_does_not_grow_with_depth():
-    """By a meter from outside: eight layers more take m inputs each (and what they draw of the data), and nothing of
-    weights, gradients or moments.
-    """
-    case = Case()
-    peaks = [train(num_stages=layers, layers=layers, batches=(2, 2)).peak_bytes for layers in (3, 11, 19)]
-    inputs = 2 * 4 * SEQUENCE * case.micro_batch_size * case.hidden
-    tokens = 2 * 8 * (SEQUENCE + 1) * case.micro_batch_size
-    assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == [8 * (inputs + tokens)] * 2
-
-
 @pytest.mark.parametrize(("stash", "dtype"), [("device", "float32"), ("host", "bfloat16")])
 def test_a_report_says_what_the_device_and_the_host_have(stash, dtype):
     """On the device arena, gradient buffers and tensors between stages, of which none is left: as many as the checker
@@ -64,22 +52,6 @@ def test_a_report_says_what_the_device_and_the_host_have(stash, dtype):
     masters, inputs = gradients * (dtype != "float32"), 3 * m * boundary * (stash == "host")
     first = weights + gradients + masters + inputs
     assert outcome.host_peaks == [first, first + 2 * gradients, first + 2 * gradients]
-
-
-@pytest.mark.full
-def test_with_inputs_on_the_host_it_does_not_grow_at_all():
-    """The same meter finds what eight layers more draw of the data, which in training they do not, and nothing else;
-    losses and norms are those of a stash on the device, bit for bit, with dropout.
-    """
-    case = Case()
-    runs = {layers: train(num_stages=layers, layers=layers, stash="host") for layers in (3, 11)}
-    tokens = 2 * 8 * (SEQUENCE + 1) * case.micro_batch_size
-    assert runs[11].peak_bytes - runs[3].peak_bytes == 8 * tokens
-    assert [run.num_offloaded for run in runs.values()] == [2 * 2 * (layers - 2) for layers in runs]
-    options = {"num_stages": 5, "layers": 5, "batches": (3, 1), "dropout": 0.1, "dtype": "bfloat16"}
-    host, device = (train(stash=stash, **options) for stash in ("host", "device"))
-    assert (host.losses, host.norms) == (device.losses, device.norms) and len(set(host.losses)) == 2
-    assert (host.num_offloaded, device.num_offloaded) == (3 * 3 + 2, 0)
 
 
 @pytest.mark.sample(2)
