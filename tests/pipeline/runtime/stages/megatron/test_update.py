@@ -1,7 +1,7 @@
 """Training through the engine equals a single process: losses, gradient norms, weights and both weight versions.
 
-The cases are data: a name, the options, the layouts (p, t, d) and how exact they must be; more of them are in
-test_update_full.py. The references are plain torch in one process, see `megatron_reference`.
+The cases are data: a name, the options, the layouts (p, t, d) and how exact they must be. The references are plain
+torch in one process, see `megatron_reference`.
 """
 
 from collections.abc import Collection
@@ -37,7 +37,6 @@ class Row:
     allowed: cases.Deviation = field(default_factory=lambda: EXACT)
 
 
-EIGHT = (4,) * 8
 TWO_BW = {"schedule": "2bw", "batches": (4,) * 6}
 FP16 = {"schedule": "2bw", "dtype": "float16", "layers": 2, "hidden": 16, "clip": 1.0}
 
@@ -82,6 +81,52 @@ SELECTION = {
 }
 
 
+MODERN = {"swiglu": True, "normalization": "RMSNorm", "position": "rope", "token_form": True}
+SINGLE = {"single_gradient_buffer": True}
+PIPEDREAM = {"schedule": "pipedream", "batches": (2,) * 12}
+INTERLEAVED = {"schedule": "interleaved", "v": 2, "dropout": 0.1}
+OPTIONS = {
+    "modern": Row(TWO_BW | MODERN),
+    "modern tied": Row(TWO_BW | MODERN | {"tied": True, "clip": 0.3}, ((1, 2, 1), (2, 2, 1)), SPREAD),
+    "sgd": Row(TWO_BW | {"optimizer": "sgd", "lr": 0.1}),
+    "dropout, replicas": Row(TWO_BW | {"dropout": 0.2, "tied": True}, ((1, 1, 2), (2, 1, 2)), CLOSE),
+    "selective recompute": Row(TWO_BW | {"recompute_granularity": "selective", "dropout": 0.1}),
+    "both recomputes": Row(TWO_BW | {"recompute": True, "recompute_granularity": "selective", "dropout": 0.1}),
+    "long batches": Row(TWO_BW | {"batches": (8,) * 6}, ((2, 1, 1), (4, 1, 1))),
+    "fp16, first and last": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (0, 7)}, ((1, 1, 1), (2, 1, 1))),
+    "fp16, hysteresis": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (1, 2, 4)}, ((1, 1, 1), (2, 1, 1))),
+    "fp16, four stages": Row(FP16 | {"layers": 4, "batches": (4,) * 8, "overflow_batches": (2, 3)}, ((4, 1, 1),)),
+}
+"""What no row of the selection has, and every schedule below takes."""
+WIDE = {
+    f"{schedule}: {name}": Row(
+        row.options | {"schedule": schedule}, row.layouts,
+        CLOSE if row.allowed is EXACT and "clip" in row.options else row.allowed,
+    )
+    for name, row in (SELECTION | OPTIONS).items()
+    for schedule in ("gpipe", "flush", "zb-h1", "2bw")
+    if row.options["schedule"] in ("flush", "2bw") and (name in OPTIONS or row.options["schedule"] != schedule)
+} | {
+    "2bw extra warm-up": Row(TWO_BW | {"batches": (7,) * 6, "extra_warmup": True}, ((2, 1, 1), (4, 1, 1))),
+    "2bw one buffer, tied": Row(TWO_BW | SINGLE | {"clip": 0.3, "tied": True, "drains": (4,)}, allowed=CLOSE),
+    "2bw constant scale": Row(
+        FP16 | {"batches": (2,) * 8, "loss_scale": 256.0, "overflow_batches": (4,)}, ((2, 1, 1),)
+    ),
+    "2bw fp16 distributed, overflow": Row(
+        FP16 | {"batches": (4,) * 8, "overflow_batches": (2,), "distributed_optimizer": True, "clip": 0.0},
+        ((1, 1, 2), (2, 1, 2)), CLOSE,
+    ),
+    "pipedream replicas": Row(PIPEDREAM | {"distributed_optimizer": True}, ((2, 1, 2),), CLOSE),
+    "pipedream dropout": Row(PIPEDREAM | {"batches": (1,) * 12, "dropout": 0.1, "dtype": "bfloat16"}),
+    "pipedream sequence": Row(PIPEDREAM | {"batches": (1,) * 12, "sequence_parallel": True}, ((2, 2, 1),), SPREAD),
+    "pipedream, uneven": Row(PIPEDREAM | {"batches": (1,) * 16, "layers": 4, "first_layers": 3}, ((2, 1, 1),)),
+    "interleaved tied, clipped": Row(INTERLEAVED | {"tied": True, "clip": 0.5}, ((2, 1, 1),), CLOSE),
+    "interleaved recompute": Row(INTERLEAVED | {"recompute": True, "dtype": "bfloat16"}, ((2, 1, 1),)),
+}  # fmt: skip
+"""The wide grid, all of it for the full selection."""
+TABLE = SELECTION | WIDE
+
+
 def reference_key(case: cases.Case) -> cases.Case:
     """The case of which this one is a layout."""
     kept = case.p if case.schedule == "pipedream" else 1  # its delays depend on the pipeline
@@ -116,10 +161,6 @@ class Outcomes:
             self._references[case] = workers.run(1, function, timeout=200, **vars(case))[0]
         return self._references[case]
 
-    def values(self) -> list[tuple]:
-        """All outcomes of the table."""
-        return [self[key] for key in layouts_of(self._table)]
-
 
 def check(outcome: tuple, allowed: cases.Deviation) -> None:
     case, expected, results = outcome
@@ -133,7 +174,7 @@ def check(outcome: tuple, allowed: cases.Deviation) -> None:
 
 @pytest.fixture(scope="module")
 def selection():
-    return Outcomes(SELECTION)
+    return Outcomes(TABLE)
 
 
 TWINS = {
@@ -158,16 +199,16 @@ def marked(table: dict[str, Row], *, full: Collection[str]) -> list:
 
 
 @pytest.mark.sample(14)
-@pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full=TWINS), ids=str)
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TWINS | WIDE.keys()), ids=str)
 def test_training_equals_one_process(selection, name, layout):
     """Every layout reproduces the single process within what its row allows, and all ranks report alike."""
-    check(selection[name, layout], SELECTION[name].allowed)
+    check(selection[name, layout], TABLE[name].allowed)
 
 
 @pytest.mark.full
 def test_two_weight_slots_and_two_gradient_slots_at_most(selection):
     """2bw keeps two sets of weights and two gradient buffers, flush one of each."""
-    for case, _, results in selection.values():
+    for case, _, results in (selection[key] for key in layouts_of(SELECTION)):
         for result in results:
             most = 2 if case.schedule == "2bw" else 1
             if case.schedule != "pipedream":
@@ -182,9 +223,8 @@ def test_pipedream_keeps_a_version_per_microbatch_in_flight(selection):
 
 
 DROPOUT_OVER_TENSORS = {
-    "plain": TWO_BW | {"dropout": 0.1, "t": 2, "batches": EIGHT[:4], "layers": 2},
-    "sequence parallel": TWO_BW
-    | {"dropout": 0.1, "t": 2, "batches": EIGHT[:4], "layers": 2, "sequence_parallel": True},
+    "plain": TWO_BW | {"dropout": 0.1, "t": 2, "batches": (4,) * 4, "layers": 2},
+    "sequence parallel": TWO_BW | {"dropout": 0.1, "t": 2, "batches": (4,) * 4, "layers": 2, "sequence_parallel": True},
 }
 
 
