@@ -22,17 +22,11 @@ FULL = pytest.mark.full
         (SHARES, (2, 1, 3, 2), True, 0.004),
         *(
             pytest.param(
-                replace(random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3), shares=True),
+                replace(random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3), shares=shares),
                 ((1,) * 9, (2, 2, 2, 2), (5, 5))[seed % 3], seed % 2 == 0, 0.003 * (seed % 2), marks=FULL,
             )
+            for shares in (True, False)
             for seed in range(2, 10)
-        ),
-        *(
-            pytest.param(
-                random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3),
-                ((1,) * 9, (2, 2, 2, 2), (5, 5))[seed % 3], seed % 2 == 0, 0.003 * (seed % 2), marks=FULL,
-            )
-            for seed in range(2, 14)
         ),
     ],
     ids=str,

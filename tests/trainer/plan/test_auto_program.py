@@ -1,7 +1,6 @@
 """`--pipeline-schedule auto`: the program that a job gets, what it may take, what is kept, and what is refused."""
 
 import json
-import re
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -34,7 +33,6 @@ from megatron.trainer.plan.auto_costs import MeasuredHere
 from megatron.trainer.plan.auto_log import lines_of
 from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of, within_limit
 from tests.planner.profiles import profile
-from tests.reliability import launch
 from tests.trainer.arguments.command_line import CPU, argv
 from tests.trainer.run import run_case
 
@@ -399,33 +397,3 @@ def test_2bw_trains_what_2bw_trains(profiled, virtual):
     assert job.schedule.splits_backward
     if not virtual:
         assert [rank["gradients"] for rank in ranks] == [rank["gradients"] for rank in expected]
-
-
-@pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        ("", ""), ("--pipeline-recompute --pipeline-memory-limit 0.0007", ""),
-        ("--pipeline-weights 2bw", "--pipeline-schedule 2bw"),
-    ],
-)  # fmt: skip
-@pytest.mark.full  # `changes/test_program_making.py` does the same without a profile
-def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, tmp_path, extra, named):
-    """Started by a launcher: losses to the last bit, and a resumed job keeps the program."""
-    flags = ["--train-iters", "4", "--num-layers", "4"]
-    auto = ["--pipeline-schedule", "auto", "--pipeline-profile", measured, "--pipeline-synthesis-seconds", "1"]
-    saved = ["--save", tmp_path / "saved", "--save-interval", "2", "--metrics-file", tmp_path / "metrics.jsonl"]
-    auto += extra.split()
-    whole = run_case.train(2, base=" ".join([*launch.TINY, *flags]), flags=" ".join([*launch.SYNTHETIC, named]))
-    outputs = []
-    for more in (["--exit-interval", "2"], ["--load", tmp_path / "saved"]):
-        command = launch.training_command(2, *flags, *auto, *saved, *more)
-        with launch.Job(command, directory=tmp_path) as job:
-            outcome = job.wait()
-        outcome.assert_succeeded()
-        outputs.append(outcome.output)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
-    assert losses == [record["lm_loss"] for record in whole[-1]["records"] if "lm_loss" in record] and len(losses) == 4
-    assert re.search("auto: (under 2bw )?a batch takes", outputs[0]) and "program auto (sha256" in outputs[0]
-    assert bool(re.search("auto: recomputed: stage 0 ", outputs[0])) == ("recompute" in extra)
-    assert f"auto: the program is {tmp_path}/saved/pipeline_program.csv, as before" in outputs[1]
