@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -331,14 +330,6 @@ def test_help(run, command):
     assert "--schedule" in out
 
 
-@pytest.mark.alone
-def test_time_of_a_large_check(run):
-    """32 stages and 64 microbatches, proved for every number of batches, in seconds of one core."""
-    begin = time.process_time()
-    assert run("check", "--schedule", "2bw", "--stages", "32", "--microbatches", "64", "--batches", "1")[0] == 0
-    assert time.process_time() - begin < 5
-
-
 def test_interleaved_has_several_stages_on_a_rank(run, tmp_path):
     """--stages counts ranks, and each has --virtual-stages of the model; the check counts what a rank saves."""
     path = tmp_path / "program.csv"
@@ -354,20 +345,6 @@ def test_interleaved_has_several_stages_on_a_rank(run, tmp_path):
     assert re.search("ranks, stages +4, 8\n", run("check", "--schedule", "interleaved")[1])
     assert re.search(r"rank 0: the same, over its stages +7\n", run("simulate", *options)[1])
     assert re.search(r"makespan +21\n", run("simulate", *options, "--microbatches", "2", "--batches", "1")[1])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--schedule interleaved --microbatches 6", "which 6 microbatches do not fill; make the batch a mul"),
-        ("--schedule interleaved --microbatch-group-size 3", "groups of 3 are smaller than the 4 ranks"),
-        ("--schedule flush --virtual-stages 2", "use order interleaved"),
-    ],
-)
-def test_virtual_stages_that_cannot_be(run, options, message):
-    """What Megatron refuses is refused here, with what to do."""
-    status, _, error = run("check", *options.split())
-    assert status == 1 and message in error
 
 
 def test_check_says_whether_a_run_could_train_with_a_file(run, tmp_path):

@@ -13,31 +13,13 @@ from tests.pipeline.placement.examples import machine, stages
 DEGREES = st.builds(Degrees, tensor=st.integers(1, 4), pipeline=st.integers(1, 9), data=st.integers(1, 4))
 
 
-def test_figure_5b():
-    """Pair-adjacent: the pairs of 16 stages side by side, so that each is inside a node."""
-    degrees = Degrees(tensor=1, pipeline=16, data=1)
-    mapping = pair_adjacent(degrees)
-    assert stages(mapping, degrees) == [0, 15, 1, 14, 2, 13, 3, 12, 4, 11, 5, 10, 6, 9, 7, 8]
-    pairs = pair_nodes(mapping, degrees, machine(8, 8).node_of_slot)
-    assert [pair.nodes for pair in pairs] == [((0, 0),)] * 4 + [((1, 1),)] * 4
-
-
-def test_figure_6():
-    """Pair-adjacent with p=4, t=2, d=2 on two nodes of 8: (PP, DP, TP) of GPU 0 to 15."""
-    degrees = Degrees(tensor=2, pipeline=4, data=2)
-    coordinates = [degrees.coordinates(rank) for rank in pair_adjacent(degrees)]
-    node_0 = [(0, 0, 0), (0, 0, 1), (3, 0, 0), (3, 0, 1), (1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1)]
-    node_1 = [(0, 1, 0), (0, 1, 1), (3, 1, 0), (3, 1, 1), (1, 1, 0), (1, 1, 1), (2, 1, 0), (2, 1, 1)]
-    assert [(each.stage, each.data, each.tensor) for each in coordinates] == node_0 + node_1
-
-
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "data", "by_node"),
     [
         (1, 8, 1, ["07162534"]),  # Figure 5b's rule on one node
-        (1, 16, 1, ["0f1e", "2d3c", "4b5a", "6978"]),  # and on four
-        (2, 4, 1, ["00331122"]),  # Figure 6's first node alone
-        (2, 4, 4, ["00331122"] * 4),  # and with four replicas
+        (1, 16, 1, ["0f1e", "2d3c", "4b5a", "6978"]),  # Figure 5b, and on four
+        (2, 4, 2, ["00331122"] * 2),  # Figure 6
+        (2, 4, 4, ["00331122"] * 4),  # with four replicas
         (4, 4, 1, ["00003333", "11112222"]),
         (2, 5, 1, ["0044113322"]),  # the middle stage has no pair
     ],
