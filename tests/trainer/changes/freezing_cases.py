@@ -132,12 +132,10 @@ def train_watched(num_ranks: int, flags: str, **options) -> list[dict]:
     return train(num_ranks, f"{FREEZES} {flags}", watch=WATCH, **options)
 
 
-def reference(flags: str, *, replicas: int = 1, data: str | None = None, **options) -> dict:
+def reference(flags: str, *, replicas: int = 1) -> dict:
     """The same of plain torch; `flags` without degrees."""
-    flags = f"{FREEZES} {flags} {data or run_case.data_flags()}"
-    [found] = workers.run(
-        1, "tests.trainer.changes.freezing_reference:reference", flags=flags, replicas=replicas, **options
-    )
+    flags = f"{FREEZES} {flags} {run_case.data_flags()}"
+    [found] = workers.run(1, "tests.trainer.changes.freezing_reference:reference", flags=flags, replicas=replicas)
     return found
 
 
