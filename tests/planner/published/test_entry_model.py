@@ -40,8 +40,10 @@ def test_a_gpt_3_that_is_named_by_its_parameters():
     none = {"layers": None, "hidden": None, "heads": None, "name": ""}
     for billions, (layers, hidden, heads) in _GPT3_SIZES.items():
         given = changed(RUN, model=none | {"params_B": billions}, config={"t": 1, "p": 1, "d": 32})
-        model = read_entry(given).model
+        entry = read_entry(given)
+        model, sizes = entry.model, f"{layers} layers of {hidden}, {heads} heads"
         assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (layers, hidden, heads)
+        assert f"the GPT-3 of {billions:g} billion parameters: {sizes}" in entry.assumed
         count = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (51200 + 2048) / (12 * layers * hidden))
         assert round(count / 1e9, 1) == pytest.approx(billions, abs=0.051)
     assert isinstance(read_entry(changed(given, model={"params_B": 530})), Unpredictable)
