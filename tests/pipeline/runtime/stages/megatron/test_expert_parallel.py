@@ -31,7 +31,6 @@ IN_BF16 = Deviation(loss=3e-4, norm=3e-3, newest=8e-3, older=8e-3)
 
 TABLE = {
     "flush": Row(FLUSH | SHARED, layouts=(TWICE,), allowed=NEAR),
-    "2bw": Row(TWO_BW | SHARED | {"router": (ALL_TO_ALL,)}, layouts=(TWICE,), allowed=NEAR),
     "2bw, distributed optimizer": Row(
         TWO_BW | SHARED | {"router": (ALL_TO_ALL,), "distributed_optimizer": True}, layouts=(TWICE, FOUR),
         allowed=NEAR,
@@ -58,8 +57,6 @@ TABLE = {
     "flush, sequences and experts, distributed optimizer": Row(
         FLUSH | SHARED | {"distributed_optimizer": True} | SEQUENCES, layouts=((1, 1, 2),), allowed=NEAR,
     ),
-    "gpipe": Row(FLUSH | SHARED | {"schedule": "gpipe"}, layouts=(TWICE,), allowed=NEAR),
-    "interleaved": Row(FLUSH | SHARED | {"schedule": "interleaved", "v": 2}, layouts=(TWICE,), allowed=NEAR),
     "pipedream": Row(
         FLUSH | SHARED | {"schedule": "pipedream", "batches": (2,) * 4, "clip": 0.0, "router": (ALL_TO_ALL,)},
         layouts=(TWICE,), allowed=ONE_MICROBATCH,
@@ -70,8 +67,6 @@ TABLE = {
     "2bw, full recompute": Row(
         TWO_BW | SHARED | {"recompute_granularity": "full", "router": (ALL_TO_ALL,)}, layouts=(TWICE,), allowed=NEAR),
     "2bw, one gradient buffer": Row(TWO_BW | {"e": 2, "single_gradient_buffer": True}, layouts=(ALONE,), allowed=NEAR),
-    "2bw, capacity": Row(
-        TWO_BW | SHARED | {"router": (*CAPACITY, ALL_TO_ALL)}, layouts=(TWICE,), allowed=NEAR),
     "2bw, over batches": Row(
         TWO_BW | SHARED | OVER_BATCHES | {"batches": (8,) * 4, "router": (ALL_TO_ALL,)}, layouts=(TWICE,),
         allowed=NEAR,
@@ -80,8 +75,6 @@ TABLE = {
         TWO_BW | SHARED | {"balance": True, "batches": (8,) * 4, "router": (*CAPACITY, ALL_TO_ALL)},
         layouts=((4, 1, 2),), allowed=NEAR,
     ),
-    "bpipe, allgather": Row(
-        FLUSH | SHARED | {"balance": True, "router": CAPACITY}, layouts=((4, 1, 2),), allowed=NEAR),
     "2bw, bf16": Row(
         TWO_BW | SHARED | {"dtype": "bfloat16", "router": (("moe_router_dtype", "fp32"), ALL_TO_ALL)},
         layouts=(TWICE,), allowed=IN_BF16,
@@ -96,15 +89,12 @@ READ = PREDICTED | SHARED | {"reduce_partial": True}
 PREDICTIONS = {
     "reduced, distributed optimizer": (READ | {"distributed_optimizer": True, "router": (ALL_TO_ALL,)}, TWICE, NEAR),
     "reduced, two copies, distributed optimizer": (READ | {"distributed_optimizer": True}, FOUR, NEAR),
-    "reduced, two copies": (READ | {"provisional_microbatches": 1}, FOUR, NEAR),
     "apart": (PREDICTED | SHARED | BIASED, TWICE, NEAR),
-    "apart, two copies": (PREDICTED | SHARED, FOUR, NEAR),
     "apart, uniform": (PREDICTED | SHARED | {"provisional_microbatches": 1}, TWICE, NEAR),
     "SGD, which sees how large a gradient is": (
         PREDICTED | SHARED | {"optimizer": "sgd", "lr": 0.05, "distributed_optimizer": False}, TWICE, NEAR),
     "tensor ranks share out whole experts": (
         READ | {"router": (ALL_TO_ALL,), "sequence_parallel": True, "cut_experts": False}, (1, 2, 2), WIDE),
-    "tensor ranks": (PREDICTED | SHARED | {"sequence_parallel": True}, (1, 2, 2), WIDE),
     "error feedback": (
         PREDICTED | SHARED | {"provisional_microbatches": 0, "distributed_optimizer": True}, TWICE, NEAR),
     "fp16, two overflows": (

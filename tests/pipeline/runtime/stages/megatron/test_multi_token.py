@@ -43,7 +43,6 @@ TABLE = {
     "2bw": Row(TWO_BW | {"batches": (4, 4, 5, 6, 8), "further": 2}, layouts=(ONE,)),  # whose factors differ
     "2bw, four stages": Row(TWO_BW | {"batches": (4, 4, 5, 6, 8), "further": 2}, layouts=(FOUR,), allowed=CLOSE),
     "2bw, tied, clipped": Row(TWO_BW | {"clip": 0.5, "tied": True}, layouts=(TWO,), allowed=CLOSE),
-    "2bw, drained": Row(TWO_BW | {"drains": (0, 3)}, layouts=(TWO,), allowed=CLOSE),
     "2bw, recompute instructions": Row(TWO_BW | {"recompute": True, "dropout": 0.1}, layouts=(TWO,), allowed=CLOSE),
     "2bw, full recompute": Row(
         TWO_BW | {"recompute_granularity": "full", "dropout": 0.1}, layouts=(TWO,), allowed=CLOSE
@@ -57,14 +56,13 @@ TABLE = {
     ),
     "2bw, experts": Row(TWO_BW | {"experts": 4, "swiglu": True}, layouts=(TWO,), allowed=CLOSE),
     "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,), allowed=CLOSE),
-    "gpipe": Row(FLUSH | {"schedule": "gpipe"}, layouts=(TWO,), allowed=CLOSE),
     "zb-h1": Row(FLUSH | {"schedule": "zb-h1", "further": 2}, layouts=(FOUR,), allowed=CLOSE),
     "zb-h1, tied": Row(FLUSH | {"schedule": "zb-h1", "tied": True}, layouts=(TWO,), allowed=CLOSE),
     "zbv": Row(FLUSH | {"schedule": "zbv", "v": 2, "drains": (1,)}, layouts=(TWO,), allowed=CLOSE),
     "zbv, tied": Row(FLUSH | {"schedule": "zbv", "v": 2, "tied": True}, layouts=(TWO,), allowed=CLOSE),
 }  # fmt: skip
-FULL = {"2bw, drained", "2bw, replicas", "gpipe", "zbv, tied", "zb-h1, tied", "2bw, full recompute", "2bw, experts",
-        "2bw, balanced", "2bw, tensor ranks, tied", "flush, tied"}  # fmt: skip
+FULL = {"2bw, replicas", "zbv, tied", "zb-h1, tied", "2bw, full recompute", "2bw, experts", "2bw, balanced",
+        "2bw, tensor ranks, tied", "flush, tied"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,6 @@ TWO, FOUR = (2, 1, 1), (4, 1, 1)
 
 TABLE = {
     "flush": Row(FLUSH | {"clip": 0.5, "drains": (1,)}, layouts=((1, 1, 1), FOUR)),
-    "gpipe, tied": Row(FLUSH | {"schedule": "gpipe", "tied": True}, layouts=(TWO,), allowed=CLOSE),
-    "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2}, layouts=(TWO,)),
     "zb-h1": Row(FLUSH | {"schedule": "zb-h1", "clip": 0.5}, layouts=(TWO,)),
     "zbv": Row(FLUSH | {"schedule": "zbv", "v": 2}, layouts=(TWO,)),
     "2bw": Row(TWO_BW, layouts=((1, 1, 1), FOUR)),
@@ -36,7 +34,6 @@ TABLE = {
         TWO_BW | {"batches": (4,) * 5, "distributed_optimizer": True}, layouts=((2, 1, 2),), allowed=CLOSE
     ),
     "2bw, sequence parallel": Row(TWO_BW | {"sequence_parallel": True}, layouts=((2, 2, 1),), allowed=SPREAD),
-    "2bw, bf16": Row(TWO_BW | {"dtype": "bfloat16"}, layouts=(TWO,)),
     "2bw, fp16, two overflows": Row(
         FP16 | MASKED | {"batches": (2,) * 8, "overflow_batches": (2, 3), "initial_loss_scale": 2.0**6}, layouts=(TWO,)
     ),
@@ -60,7 +57,7 @@ TABLE = {
     "T5": Row(PER_TOKEN | {"t5": True, "schedule": "2bw", "clip": 0.5}, layouts=(FOUR,)),
     "bert": Row(MASKED | {"bert": True, "schedule": "2bw", "clip": 0.5}, layouts=(TWO,)),
 }
-FULL = {"gpipe, tied", "interleaved", "zbv", "2bw, recompute", "2bw, replicas", "2bw, sequence parallel", "2bw, bf16"}
+FULL = {"zbv", "2bw, recompute", "2bw, replicas", "2bw, sequence parallel"}
 
 
 @pytest.fixture(scope="module")
