@@ -107,7 +107,7 @@ def read_runs(folder: Path) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.jsonl")):
         if match := _NAME.fullmatch(path.stem):
-            losses = validation_losses(read_metrics(path))
+            losses = validation_losses(read_metrics(path, needs={"validation_loss": ("iteration",)}))
             if not losses:
                 raise ValueError(f"{path} holds no validation_loss; train with --eval-interval and --eval-iters")
             runs.append(Run(match["schedule"], float(match["rate"]), int(match["seed"]), losses))

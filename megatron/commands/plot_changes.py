@@ -24,6 +24,11 @@ _TITLES = ("ranks of\na pipeline", "replicas", "frozen\nlayers")
 _NARROW = 0.015  # share of the picture's width below which a stretch has no room for its number
 _INITIAL = "initial_"
 """The prefix of the names in a record that describes how a run begins, or resumes from a checkpoint."""
+_NEEDS = {
+    "iteration_time_ms": ("iteration", "consumed_samples"),
+    "frozen_layers": ("iteration", *_SHAPE, "change_seconds"),
+    f"{_INITIAL}frozen_layers": ("iteration", *(f"{_INITIAL}{name}" for name in _SHAPE), f"{_INITIAL}samples"),
+}
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,19 @@ class Course:
 
 
 def read_course(path: Path) -> Course:
-    """Read the course of a run from a metrics file. Raises ValueError if the file is missing or has no change."""
-    records = _last_of_each(read_metrics(path))
+    """Read the course of a run from a metrics file.
+
+    Raises ValueError if the file is missing, or has no change, or no batch of a pipeline whose shape it says.
+    """
+    records = _last_of_each(read_metrics(path, needs=_NEEDS))
     if not any(_is_change(each) for each in records):
         raise ValueError(
             f"{path} has no change of a pipeline; was it written with --freeze-training and --metrics-file?"
         )
-    return _course(records)
+    course = _course(records) if any(_is_batch(each) for each in records) else None
+    if course is None or all(each.shape is None for each in course.stretches):
+        raise ValueError(f"{path} has no batch of a pipeline whose ranks it says; train further, and draw it again")
+    return course
 
 
 def _is_batch(record: dict) -> bool:

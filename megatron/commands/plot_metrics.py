@@ -16,6 +16,8 @@ from megatron.documents import command_line, flag_types
 from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics, validation_losses
 
+_TRAINING = ("lm_loss", "loss")
+
 
 @dataclass(frozen=True)
 class Curves:
@@ -31,8 +33,8 @@ class Curves:
 
 def read_curves(path: Path, label: str) -> Curves:
     """Read the losses of a run from a metrics file. Raises ValueError if the file is missing or has no loss."""
-    records = read_metrics(path)
-    curves = Curves(label, _by_iteration(records, "lm_loss", "loss"), dict(sorted(validation_losses(records).items())))
+    records = read_metrics(path, needs={name: ("iteration",) for name in (*_TRAINING, "validation_loss")})
+    curves = Curves(label, _by_iteration(records, *_TRAINING), dict(sorted(validation_losses(records).items())))
     if not curves.training and not curves.validation:
         raise ValueError(
             f"{path} holds neither lm_loss, nor loss, nor validation_loss; is it what --metrics-file wrote?"

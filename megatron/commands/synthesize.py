@@ -147,7 +147,7 @@ def _placements(options: argparse.Namespace, measured: Timeline | None) -> list[
     name = options.placement
     if name is None and measured is not None:
         return [tuple(measured.rank_of_stage)]
-    if name is not None and name[0].isdigit():
+    if name is not None and name[:1].isdigit():
         try:
             return [tuple(map(int, name.split(",")))]
         except ValueError as error:

@@ -102,7 +102,7 @@ def trained_itemsize(args: argparse.Namespace) -> int:
 def num_bytes(text: str) -> float:
     """The bytes of an amount such as `11GiB`, `512MiB` or `11GB`. Raises ValueError for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *(GiB|MiB|GB|MB)", text)
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) < 1e9:
         raise ValueError(f"'{text}' is no amount of memory; write it as 11GiB or 512MiB")
     return float(match[1]) * {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "MB": 1e6}[match[2]]
 

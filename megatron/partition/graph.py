@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import networkx
-from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from megatron.documents import GIB
-from megatron.documents.faults import NonNegative, Positive
+
+_Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
+_Bytes = Annotated[float, Field(ge=0, le=1e18)]
+_Limit = Annotated[float, Field(gt=0, le=1e18)]
+_Factor = Annotated[float, Field(ge=1e-6, le=1e6)]  # beyond them sums of times are no longer exact, or infinite
 
 _record = validated(frozen=True, config=ConfigDict(extra="forbid"))
 
@@ -46,17 +50,17 @@ class GraphNode:
     """
 
     id: int
-    fwd_ms: NonNegative
-    bwd_ms: NonNegative
-    params: NonNegativeInt
-    mem_bytes: NonNegative
-    out_bytes: NonNegative
+    fwd_ms: _Milliseconds
+    bwd_ms: _Milliseconds
+    params: Annotated[int, Field(ge=0, le=10**18)]
+    mem_bytes: _Bytes
+    out_bytes: _Bytes
     scope: str = ""
     block: str = ""
     input: bool = False
-    fwd_plain_ms: NonNegative | None = None
-    bwd_plain_ms: NonNegative | None = None
-    mem_plain_bytes: NonNegative | None = None
+    fwd_plain_ms: _Milliseconds | None = None
+    bwd_plain_ms: _Milliseconds | None = None
+    mem_plain_bytes: _Bytes | None = None
 
     @property
     def has_plain(self) -> bool:
@@ -78,8 +82,8 @@ class GraphNode:
 class PartitionDevice:
     """A device: its memory in bytes, and its speed, by which the nodes' times are divided."""
 
-    memory_limit_bytes: Positive
-    speed: Positive = 1.0
+    memory_limit_bytes: _Limit
+    speed: _Factor = 1.0
 
 
 @_record
@@ -101,8 +105,8 @@ class SharedByNodes:
     """
 
     nodes: Annotated[tuple[int, ...], Field(min_length=2)]
-    params: NonNegativeInt
-    out_bytes: NonNegative
+    params: Annotated[int, Field(ge=0, le=10**18)]
+    out_bytes: _Bytes
 
 
 @_record
@@ -118,10 +122,10 @@ class Graph:
 
     nodes: Annotated[tuple[GraphNode, ...], Field(min_length=1)]
     edges: tuple[tuple[int, int], ...]
-    num_devices: Annotated[int, Field(ge=1)]
-    bandwidth_gigabytes_per_second: Positive
-    memory_limit_bytes: Positive
-    weight_bytes_per_parameter: NonNegative
+    num_devices: Annotated[int, Field(ge=1, le=65_536)]
+    bandwidth_gigabytes_per_second: _Factor
+    memory_limit_bytes: _Limit
+    weight_bytes_per_parameter: Annotated[float, Field(ge=0, le=1e6)]
     name: str = ""
     special_block: str = ""
     devices: tuple[PartitionDevice, ...] = ()

@@ -122,6 +122,24 @@ def test_a_new_run_in_the_same_file(tmp_path):
     assert [each.shape for each in course.stretches] == [Shape(4, 1, 0), Shape(2, 2, 2)]
 
 
+@pytest.mark.parametrize(
+    ("records", "fault"),
+    [
+        ([{"step": 3, "frozen_layers": 2, "change_time_ms": 1.0}], "line 1, has frozen_layers and no iteration"),
+        (RECORDS[2:3], "has no batch of a pipeline whose ranks it says"),
+        (RECORDS[:3], "has no batch of a pipeline whose ranks it says"),
+        ([{**RECORDS[0], "iteration_time_ms": "100"}, *RECORDS[1:]], "iteration_time_ms is '100'"),
+        ([{**RECORDS[0], "iteration_time_ms": 0.0}, *RECORDS[1:]], "iteration_time_ms is 0.0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(records, fault, tmp_path, capsys):
+    """Metrics of fine-tuning, changes without a batch, and values of other types: one sentence names the file."""
+    metrics = written(tmp_path / "m.jsonl", records)
+    assert plot_changes.main([str(metrics), "--output", str(tmp_path / "x.png")]) == 1
+    error = capsys.readouterr().err
+    assert "m.jsonl" in error and fault in error and len(error.splitlines()) == 1
+
+
 @pytest.mark.parametrize("records", [[], RECORDS[:2]])
 def test_without_a_change(records, tmp_path, capsys):
     metrics = written(tmp_path / "m.jsonl", records)

@@ -38,6 +38,10 @@ def test_files_without_counts_are_refused(tmp_path, capsys):
         write(tmp_path / "plain.jsonl"),
         tmp_path / "missing.jsonl",
         write(tmp_path / "two.jsonl", [1], [1, 2]),
+        write(tmp_path / "texts.jsonl", ["1", "2"]),
+        write(tmp_path / "one.jsonl", 5),
+        write(tmp_path / "none.jsonl", []),
+        write(tmp_path / "large.jsonl", [10**400]),
     ):
         with pytest.raises(SystemExit) as exit_info:
             plot_memory.main([str(path)])

@@ -93,3 +93,14 @@ def test_fall_decides_the_exit_status(tmp_path, last, status):
     with pytest.raises(SystemExit) as exit_info:
         plot_metrics.main([str(path), "--output", str(tmp_path / "loss.png"), "--fall", "0.1"])
     assert exit_info.value.code == status
+
+
+@pytest.mark.parametrize(
+    "record", [{"step": 1, "loss": 2.0}, {"iteration": 1, "loss": "2"}, {"iteration": None, "validation_loss": 2.0}]
+)
+def test_other_values_than_a_training_program_writes_are_refused(tmp_path, capsys, record):
+    """Metrics of fine-tuning, which count steps, and a text for a number: one sentence with file and line."""
+    path = write(tmp_path / "run.jsonl", {"iteration": 1, "lm_loss": 2.0}, record)
+    with pytest.raises(SystemExit) as exit_info:
+        plot_metrics.main([str(path), "--output", str(tmp_path / "loss.png")])
+    assert exit_info.value.code == 1 and "run.jsonl, line 2, " in capsys.readouterr().err

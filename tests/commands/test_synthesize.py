@@ -130,7 +130,9 @@ def test_batches_that_follow_one_another_get_the_least_memory(run, tmp_path):
     [
         ("--microbatches 4", "the number of ranks is not known"),
         ("--microbatches 4 --ranks 2 --placement spiral", "there is no placement 'spiral'"),
+        ("--microbatches 4 --ranks 2 --placement=", "there is no placement ''"),
         ("--microbatches 4 --placement 0,x", "no list of ranks"),
+        (f"--microbatches 4 --placement 0,{10**30}", "leaves a rank without a stage"),
         ("--microbatches 4 --ranks 2 --limit 0.5", "rank 0 may hold 0.5"),
         ("--microbatches 4 --ranks 2 --frontier 1,zero", "--frontier 1,zero"),
         ("--microbatches 4 --ranks 2 --frontier 1,2 --csv a.csv", "leave --limit, --csv and --json out"),

@@ -55,7 +55,7 @@ def test_nothing_fits_says_why(tmp_path):
 
 def test_amounts_of_memory():
     assert num_bytes("11GiB") == 11 * 2**30 and num_bytes("512 MiB") == 2**29 and num_bytes("1.5GB") == 1.5e9
-    for text in ("11", "GiB", "-1GiB", "0GiB"):
+    for text in ("11", "GiB", "-1GiB", "0GiB", f"{10**400}GiB"):
         with pytest.raises(ValueError, match=f"'{text}' is no amount of memory"):
             num_bytes(text)
 

@@ -262,7 +262,8 @@ def validate_placement(rank_of_stage: Sequence[int], num_stages: int) -> None:
         raise ValueError(
             f"rank_of_stage places {len(rank_of_stage)} stages, and the pipeline has {num_stages}; give each its rank"
         )
-    if sorted(set(rank_of_stage)) != list(range(max(rank_of_stage, default=0) + 1)):
+    used = set(rank_of_stage)
+    if not used or (min(used), max(used)) != (0, len(used) - 1):
         raise ValueError(
             f"rank_of_stage {tuple(rank_of_stage)} leaves a rank without a stage; number them 0, 1, ... and use all"
         )

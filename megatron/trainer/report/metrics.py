@@ -16,14 +16,21 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.documents.faults import NonNegative, Positive, sentence
 from megatron.trainer.arguments.architecture import architecture
 from megatron.trainer.arguments.flags.config import TrainConfig
 
 logger = logging.getLogger(__name__)
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class ByProduct:
@@ -146,22 +153,68 @@ def validation_losses(records: Iterable[dict]) -> dict[int, float]:
     return {iteration: math.inf if loss is None or math.isnan(loss) else loss for iteration, loss in found.items()}
 
 
-def read_metrics(path: str | os.PathLike) -> list[dict]:
+class _Values(BaseModel):
+    """The values that commands read, by their names in a record; a record has some of them, and others."""
+
+    model_config = ConfigDict(strict=True)
+
+    iteration: _Count = 0
+    lm_loss: float | None = None
+    loss: float | None = None
+    validation_loss: float | None = None
+    saved_activation_bytes: Annotated[tuple[_Count, ...], Field(min_length=1, strict=False)] = (0,)
+    iteration_time_ms: Positive = 1.0
+    consumed_samples: _Count = 0
+    frozen_layers: _Count = 0
+    pipeline_ranks: _Count = 0
+    replicas: _Count = 0
+    change_seconds: NonNegative = 0.0
+    seconds_predicted: Positive | None = None
+    initial_samples: _Count = 0
+    initial_frozen_layers: _Count = 0
+    initial_pipeline_ranks: _Count = 0
+    initial_replicas: _Count = 0
+
+
+def read_metrics(path: str | os.PathLike, *, needs: Mapping[str, Collection[str]] = MappingProxyType({})) -> list[dict]:
     """Read all complete objects of a metrics file in order; an incomplete line is left out.
 
+    Args:
+        needs: name -> the names that a record with this name must have, too.
+
     Raises:
-        ValueError: if the file cannot be read, or a line is something else than an object.
+        ValueError: if the file cannot be read, a line is something else than an object, or a value is none that a
+            training program writes under its name.
     """
     records = []
     try:
         with open(path, encoding="utf-8") as stream:
             for number, line in enumerate(stream, start=1):
-                with suppress(json.JSONDecodeError):
-                    records.append(json.loads(line))
-                    if not isinstance(records[-1], dict):
-                        raise ValueError(f"{path}, line {number}, is no JSON object; give what --metrics-file wrote")
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                except (ValueError, RecursionError):  # a number of too many digits, or brackets nested too deeply
+                    record = None
+                if fault := _fault_in(record, needs):
+                    raise ValueError(f"{path}, line {number}, {fault}; give what --metrics-file wrote")
+                records.append(record)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text ({error.reason}); give what --metrics-file wrote") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return records
+
+
+def _fault_in(record: object, needs: Mapping[str, Collection[str]]) -> str | None:
+    if not isinstance(record, dict):
+        return "is no JSON object"
+    for name in needs.keys() & record.keys():
+        for other in needs[name]:
+            if other not in record:
+                return f"has {name} and no {other}"
+    try:
+        _Values.model_validate(record)
+    except ValidationError as error:
+        return f"is wrong: {sentence(error.errors(include_url=False)[0]).rpartition('; ')[0]}"
+    return None
