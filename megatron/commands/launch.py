@@ -43,6 +43,7 @@ _POLL = 0.1
 _GRACE = 30.0  # seconds between SIGTERM, at which training saves, and SIGKILL
 _BEAT = 1.0  # seconds between the launchers' signs of life, and between looks for processes that are declared lost
 _LAST_PORT = 65535
+_NAME_PATIENCE = 30.0  # seconds for which the name of node 0 may have no address yet
 _NODE_TIMEOUT = 30.0  # seconds of silence after which a node's result is no longer awaited
 
 
@@ -251,6 +252,7 @@ def say(sentence: str) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the job's processes of this node to their end. Returns the exit status. Raises ValueError."""
     is_first = options.node_rank == 0
+    _require_known_host(options)
     try:
         store = TCPStore(options.master_addr, options.master_port, is_master=is_first, wait_for_workers=False)
     except RuntimeError as error:
@@ -276,6 +278,27 @@ def run(options: argparse.Namespace) -> int:
         finally:
             node.end_all()
     return 0
+
+
+def _require_known_host(options: argparse.Namespace) -> None:
+    """Raise ValueError if --master-addr is no address and no name that has one; torch would ask for it for minutes.
+
+    On other nodes than the first the name may get its address a little later, as that of a container does.
+    """
+    host, deadline = options.master_addr, time.monotonic() + (_NAME_PATIENCE if options.node_rank else 0.0)
+    waits = False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:  # UnicodeError: of a name that is empty or too long
+            if isinstance(error, UnicodeError) or not host or time.monotonic() >= deadline:
+                reason = getattr(error, "strerror", None) or "no name of a host"
+                raise ValueError(f"--master-addr {host or repr('')} has no address ({reason}); name node 0") from error
+        if not waits:
+            say(f"--master-addr {host} has no address yet; asks again for {_NAME_PATIENCE:g} seconds")
+        waits = True
+        time.sleep(_BEAT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

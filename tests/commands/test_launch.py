@@ -216,6 +216,17 @@ def test_what_cannot_be_started_is_refused(tmp_path, arguments, sentence):
     assert status == 1 and output.startswith(f"error: {sentence}")
 
 
+def test_a_name_that_no_host_has_is_refused(tmp_path, monkeypatch, capsys):
+    """At once on node 0; on others, where the name may get its address later, after some patience."""
+    monkeypatch.setattr(launch, "_NAME_PATIENCE", 0.5)
+    for node in (0, 1):
+        arguments = f"--nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr no.host.invalid --master-port 4242"
+        assert launch.main([*arguments.split(), "no.py"]) == 1
+        said = capsys.readouterr().err
+        assert "--master-addr no.host.invalid has no address (" in said
+        assert ("asks again for 0.5 seconds" in said) == (node == 1)
+
+
 def test_a_port_that_is_taken_is_named(tmp_path):
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
         port = taken.getsockname()[1]
