@@ -315,16 +315,26 @@ def drop_unfinished(output_dir: Path) -> None:
     Precondition: `recover` has renamed the folders that are to stay.
     """
     for left in output_dir.glob(".checkpoint-*"):
-        shutil.rmtree(left, ignore_errors=True)
+        _discard(left)
 
 
 def _remove(folder: Path) -> None:
-    """Rename a folder, then remove it, so that an interrupted removal leaves no incomplete folder under its name."""
-    if folder.exists():
+    """Rename a folder, then remove it, so that an interrupted removal leaves no incomplete folder under its name.
+
+    Of a link only itself is removed: the folder to which it leads lies elsewhere, and another link may lead there, too.
+    """
+    if os.path.lexists(folder):
         doomed = folder.with_name(f".{folder.name}.removed")
-        shutil.rmtree(doomed, ignore_errors=True)
+        _discard(doomed)
         folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _discard(doomed)
+
+
+def _discard(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def restore(pipeline: BuiltPipeline, folder: Path) -> None:

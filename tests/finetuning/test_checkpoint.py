@@ -39,6 +39,16 @@ def test_the_oldest_go(tmp_path):
     assert checkpoint.latest(tmp_path / "nowhere") is None
 
 
+def test_of_a_link_only_itself_goes(tmp_path):
+    """The folder to which it leads stays, whole; a link to nothing goes, too, and so does one that an older run left."""
+    output, elsewhere = checkpoints(tmp_path / "out", 3, 4), checkpoints(tmp_path / "elsewhere", 1)
+    for name, target in (("checkpoint-1", "checkpoint-1"), ("checkpoint-2", "nothing"), (".checkpoint-1.removed", "")):
+        (output / name).symlink_to(elsewhere / target)
+    checkpoint.prune(output, 2)
+    assert names(output) == ["checkpoint-3", "checkpoint-4"]
+    assert (elsewhere / "checkpoint-1" / "progress.json").is_file()
+
+
 def test_a_run_begun_again_keeps_its_own(tmp_path):
     """With the later ones of the run before gone, the newest is this run's."""
     output = checkpoints(tmp_path, 2, 3, 4, 8)
