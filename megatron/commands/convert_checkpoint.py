@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
          "arguments"),
         ("--max-shard-size", flag_types.positive, "GIB", "to hugging-face: largest file", {"default": 5.0}),
     )  # fmt: skip
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # OUTPUT may stand behind a flag
     if (options.output is None) != (options.to == "flags"):
         parser.error("--to flags prints, and takes no OUTPUT" if options.output else "name the folder to make, OUTPUT")
     return options

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.documents import command_line
@@ -238,6 +239,17 @@ def final_prefixes(args: argparse.Namespace) -> dict[str, str]:
     return {key: f"{args.output_prefix}_{key}_{level}" for key in args.json_keys}
 
 
+@contextmanager
+def _writing(prefix: str) -> Iterator[None]:
+    """Let an OSError, which names no file where a disk is full, name --output-prefix."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--output-prefix {prefix} cannot be written ({error.strerror or error}); make room, or name another place"
+        ) from error
+
+
 def preprocess(args: argparse.Namespace) -> dict[str, int]:
     """Write the .bin/.idx pairs. Returns the numbers of documents and tokens.
 
@@ -256,29 +268,32 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
     size = None if any(map(is_compressed, args.paths)) else sum(map(os.path.getsize, args.paths))
     progress = _Progress(size, args.log_interval)
     try:
-        builders = {key: IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for key, path in partials.items()}
+        with _writing(args.output_prefix):
+            builders = {key: IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for key, path in partials.items()}
         for result in _encoded(args):
             if isinstance(result, str):
                 raise ValueError(result)
             documents, num_bytes = result
             for key, sequences in documents.items():
                 tokens = list(itertools.chain.from_iterable(sequences))
-                builders[key].add_document(tokens, list(map(len, sequences)))  # an empty text stays a document
+                with _writing(args.output_prefix):
+                    builders[key].add_document(tokens, list(map(len, sequences)))  # an empty text stays a document
                 counts["tokens"] += len(tokens)
             counts["documents"] += 1
             progress.add(num_bytes)
         if counts["tokens"] == 0:
             raise ValueError(f"{args.input} has no text under {', '.join(args.json_keys)}")
-        for key, path in partials.items():
-            builders[key].finalize(f"{path}.idx")
-        for path in finals.values():  # an index that was there must not meet other tokens, whenever this is killed
-            if os.path.exists(f"{path}.idx"):
-                os.remove(f"{path}.idx")
-        for key, path in partials.items():
-            for suffix in (".bin", ".idx"):
-                with open(path + suffix, "rb") as stream:
-                    os.fsync(stream.fileno())
-                os.replace(path + suffix, finals[key] + suffix)
+        with _writing(args.output_prefix):
+            for key, path in partials.items():
+                builders[key].finalize(f"{path}.idx")
+            for path in finals.values():  # an index that was there must not meet other tokens, whenever this is killed
+                if os.path.exists(f"{path}.idx"):
+                    os.remove(f"{path}.idx")
+            for key, path in partials.items():
+                for suffix in (".bin", ".idx"):
+                    with open(path + suffix, "rb") as stream:
+                        os.fsync(stream.fileno())
+                    os.replace(path + suffix, finals[key] + suffix)
     finally:
         progress.close()
         for path in partials.values():

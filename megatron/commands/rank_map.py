@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.documents import command_line
+from megatron.documents.files import write_whole
 from megatron.documents.flag_types import count, positive
 from megatron.documents.tables import console
 from megatron.pipeline.placement.cost import describe_crossing, describe_need, pair_transfers
@@ -75,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _print(report, lines)
     if options.write_mapping:
-        Path(options.write_mapping).write_text(json.dumps(list(mapping)) + "\n")
+        write_whole(Path(options.write_mapping), json.dumps(list(mapping)) + "\n")
     if options.output:
         from megatron.pipeline.placement.placement_report import draw_placement
 

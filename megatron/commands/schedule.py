@@ -204,7 +204,7 @@ def _without(options: argparse.Namespace) -> int:
         text = found[0].survivors.schedule.program.to_csv()
         command_line.write(options.csv, text)
     if options.json:
-        Path(options.json).write_text(json.dumps([each.to_dict() for each in found], indent=1))
+        command_line.write(options.json, json.dumps([each.to_dict() for each in found], indent=1))
     return 0
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.documents.files import write_whole
 from megatron.documents.flag_files import FlagFileParser
 
 
@@ -80,7 +81,7 @@ def write(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
     else:
-        Path(path).write_text(text)
+        write_whole(Path(path), text)
 
 
 @contextmanager

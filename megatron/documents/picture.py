@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.documents.files import write_whole
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -42,7 +44,9 @@ def save(figure: "Figure", path: Path, *, dpi: int = 150) -> None:
     require_picture(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "picture"}):
-        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        kind, stream = path.suffix.lower().removeprefix("."), io.BytesIO()
+        figure.savefig(stream, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+    write_whole(path, stream.getvalue())
 
 
 @contextmanager

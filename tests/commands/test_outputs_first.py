@@ -1,4 +1,6 @@
-"""A file that cannot be written is refused before the work whose result it is for."""
+"""Files that cannot be written are refused before the work; an error in writing costs no earlier file."""
+
+import resource
 
 import pytest
 
@@ -32,3 +34,26 @@ def test_nothing_is_computed_before(tool, work, argv, capsys, monkeypatch, tmp_p
     monkeypatch.setattr(tool, work, lambda *arguments, **options: pytest.fail("it has worked"))
     status, _, err = runner(tool, capsys)(*argv.split(), tmp_path)
     assert status == 1 and f"{argv.split()[-1]} {tmp_path} cannot be written; name a file" in err
+
+
+@pytest.mark.parametrize(
+    ("tool", "argv", "name"),
+    [
+        (schedule, "show --schedule flush --stages 2 --microbatches 2 --csv", "a.csv"),
+        (schedule, "simulate --schedule flush --stages 2 --microbatches 2 --json", "a.json"),
+        (schedule, "without --schedule flush --stages 2 --microbatches 2 --replicas 2 --json", "a.json"),
+        (schedule, "draw --schedule flush --stages 2 --microbatches 2 --output", "a.png"),
+        (rank_map, f"{RANKS} --write-mapping", "a.json"),
+    ],
+)
+def test_a_disk_that_is_full_costs_no_earlier_file(tool, argv, name, capsys, tmp_path):
+    """The error names the file, which holds what it held before."""
+    path, limits = tmp_path / name, resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("earlier")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        status, _, err = runner(tool, capsys)(*argv.split(), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2 and err.splitlines()[-1] == f"error: {path}: File too large"
+    assert path.read_text() == "earlier" and [each.name for each in tmp_path.iterdir()] == [name]

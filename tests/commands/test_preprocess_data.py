@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import lzma
+import resource
 import signal
 import subprocess
 import sys
@@ -93,6 +94,24 @@ def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers
     with pytest.raises(ValueError, match=message):
         preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("documents", [2, 20_000])
+def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(tmp_path, documents):
+    """Whether the tokens meet it or the index; files that are there stay as they are."""
+    (tmp_path / "out_text_document.idx").write_bytes(b"earlier")
+    path = write_lines(tmp_path / "in.jsonl", [[5, 6, 7]] * documents)
+    argv = ["--input", path, "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
+            "--vocab-size", "100"]  # fmt: skip
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=f"--output-prefix {tmp_path}/out cannot be written .*make room"):
+            preprocess_data.preprocess(preprocess_data.parse_args(argv))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["in.jsonl", "out_text_document.idx"]
+    assert (tmp_path / "out_text_document.idx").read_bytes() == b"earlier"
 
 
 def test_ids_of_a_vocabulary_may_have_gaps(tmp_path):

@@ -40,7 +40,7 @@ def test_the_oldest_go(tmp_path):
 
 
 def test_of_a_link_only_itself_goes(tmp_path):
-    """The folder to which it leads stays, whole; a link to nothing goes, too, and so does one that an older run left."""
+    """The folder to which it leads stays, whole; a link to nothing goes, too, and so does what an older run left."""
     output, elsewhere = checkpoints(tmp_path / "out", 3, 4), checkpoints(tmp_path / "elsewhere", 1)
     for name, target in (("checkpoint-1", "checkpoint-1"), ("checkpoint-2", "nothing"), (".checkpoint-1.removed", "")):
         (output / name).symlink_to(elsewhere / target)

@@ -20,6 +20,7 @@ from megatron.commands.grid_search.trial_results import (
     TrialEntry,
     configuration_fields,
 )
+from megatron.documents.files import write_whole
 from megatron.planner.time.profile import Spread
 from megatron.processes import End, end_left, run_job
 
@@ -225,7 +226,7 @@ def iteration_seconds(path: Path) -> list[float]:
 
 
 def _write_script(path: Path, *lines: str) -> None:
-    path.write_text("#!/usr/bin/env bash\nset -euo pipefail\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, "#!/usr/bin/env bash\nset -euo pipefail\n" + "\n".join(lines) + "\n")
     os.chmod(path, 0o755)
 
 

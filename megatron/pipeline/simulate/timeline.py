@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
+from megatron.documents.files import write_whole
 from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, stages_by_rank
 from megatron.pipeline.program.extent import Stages
@@ -369,7 +370,7 @@ class Timeline(Stages):
             ) from error
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")) + "\n")
+        write_whole(Path(path), json.dumps(self.to_dict(), separators=(",", ":")) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Timeline":

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.documents.faults import refuse_unknown_keys, sentence
-from megatron.documents.files import read_document
+from megatron.documents.files import read_document, write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Calibration(BaseModel):
         return Constants(**self.constants)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_whole(Path(path), self.model_dump_json(indent=1) + "\n")
 
 
 def constants_as_dict(constants: Constants) -> dict[str, float]:

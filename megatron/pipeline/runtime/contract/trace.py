@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from megatron.documents.files import write_whole
 from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import Instruction, Lane, Tensor
@@ -320,4 +321,4 @@ def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
 
 def write_chrome_trace(traces: Iterable[RankTrace], path: str | Path) -> None:
     """Write the traces as a JSON file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    Path(path).write_text(json.dumps(chrome_trace(traces)))
+    write_whole(Path(path), json.dumps(chrome_trace(traces)))
