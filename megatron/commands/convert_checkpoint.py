@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import glob
 import json
@@ -136,14 +137,14 @@ def _import(options: argparse.Namespace) -> None:
         argv += precision
         args = _completed(argv, architecture=architecture)
     output.mkdir(parents=True, exist_ok=True)
-    beside = [output / FLAGS_FILE]
     try:
-        (output / FLAGS_FILE).write_text(_as_file(argv))
-        beside += _copy_beside(source, output)
-        path = write_checkpoint(output, weights, list(weights.tensors.values()), args=args)
+        with _room(output):
+            (output / FLAGS_FILE).write_text(_as_file(argv))
+            _copy_beside(source, output)
+            path = write_checkpoint(output, weights, list(weights.tensors.values()), args=args)
     except BaseException:
-        for file in beside:
-            file.unlink(missing_ok=True)
+        for name in (FLAGS_FILE, *BESIDE):
+            (output / name).unlink(missing_ok=True)
         raise
     print(f"wrote {path}; train it with @{output / FLAGS_FILE} --load {output}")
 
@@ -236,11 +237,13 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
         if old is None:
             raise ValueError(f"{path} is a torch_dist checkpoint already; give --to hugging-face")
         options.output.mkdir(parents=True, exist_ok=True)
-        print(f"wrote {write_checkpoint(options.output, weights, tensors, args=args)}")
+        with _room(options.output):
+            path = write_checkpoint(options.output, weights, tensors, args=args)
+        print(f"wrote {path}")
         return
     config["torch_dtype"] = str(weights.dtype(tensors[0])).removeprefix("torch.")
     config = _described(options, config, given)
-    with _whole(options.output) as partial:
+    with _room(options.output), _whole(options.output) as partial:
         write_hugging_face(partial, weights, tensors, largest_file=int(options.max_shard_size * GIB))
         _copy_beside(options.config.parent if options.config else options.source, partial)
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -297,10 +300,24 @@ def _described(options: argparse.Namespace, made: dict, given: dict | None) -> d
     return {key: value for key, value in described.items() if key != QUANTIZATION}  # weights are written unquantized
 
 
-def _copy_beside(source: Path, folder: Path) -> list[Path]:
-    """Copy the files that stay as they are; returns the copies."""
-    names = [name for name in BESIDE if (source / name).is_file()]
-    return [Path(shutil.copyfile(source / name, folder / name)) for name in names]
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Copy the files that stay as they are."""
+    for name in BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+@contextlib.contextmanager
+def _room(output: Path) -> Iterator[None]:
+    """Raise ValueError with OUTPUT where a disk is full: the system names no file, or the one that is copied."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(
+            f"{output} cannot be written ({error.strerror}); make room, or name a folder elsewhere"
+        ) from error
 
 
 @contextlib.contextmanager

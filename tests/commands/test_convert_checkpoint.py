@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -27,16 +28,20 @@ TOLERANCE = 1e-6
 FROZEN = "--freeze-training --freeze-interval 1 --freeze-schedule 1,2"
 
 
-def run_tool(argv: list[str]) -> tuple[int, str]:
-    """Exit status, and what the tool prints, in this process."""
+def run_tool(argv: list[str], largest_file: int | None = None) -> tuple[int, str]:
+    """Exit status, and what the tool prints, in this process. `largest_file`: bytes at which a disk is full."""
     from megatron.commands import convert_checkpoint
 
-    output = io.StringIO()
+    output, limits = io.StringIO(), resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
+            if largest_file is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, limits[1]))
             status = convert_checkpoint.main(argv)
         except SystemExit as end:
             status = end.code
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return status, output.getvalue()
 
 
@@ -47,8 +52,8 @@ def convert(*argv: object) -> str:
     return text
 
 
-def refusal(*argv: object) -> str:
-    status, text = workers.run(1, f"{CASES}run_tool", argv=[*map(str, argv)])[0]
+def refusal(*argv: object, **options: int) -> str:
+    status, text = workers.run(1, f"{CASES}run_tool", argv=[*map(str, argv)], **options)[0]
     assert status == 1 and text.startswith("error: ") and text.count("\n") == 1, text
     return text
 
@@ -57,6 +62,20 @@ def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
+
+
+@pytest.mark.parametrize("largest_file", [60, 600, 3000])
+def test_a_full_disk_is_told_with_the_folder_and_leaves_nothing(tmp_path, largest_file):
+    """Whether it meets the flags, a file that is copied, a tensor or the arguments; then there is room, with a flag
+    between SOURCE and OUTPUT.
+    """
+    folder, ours, back = saved("gpt2", torch.float32, "20KB"), tmp_path / "ours", tmp_path / "back"
+    reason = "cannot be written (File too large); make room, or name a folder elsewhere"
+    assert f"{ours} {reason}" in refusal(folder, ours, "--to", "torch_dist", largest_file=largest_file)
+    assert not any(ours.iterdir())
+    convert(folder, "--to", "torch_dist", ours)
+    assert f"{back} {reason}" in refusal(ours, back, "--to", "hugging-face", largest_file=largest_file)
+    assert [each.name for each in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama of four"])

@@ -8,12 +8,14 @@ checkpoint in Megatron-LM's old format, with a file for each rank (`RankFilesWei
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -297,7 +299,8 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[ModelTensor], *
             CHECKSUMS_ENTRY: True,
             "content_metadata": sharding_metadata(args),
         }
-        torch.save(common, staging / COMMON_FILE)
+        with open(staging / COMMON_FILE, "wb") as stream:
+            _save(common, stream)
         with open(staging / INDEX_FILE, "wb") as stream:
             pickle.dump(index, stream)
         save_config(CheckpointingConfig("torch_dist", 1), str(staging))
@@ -306,6 +309,13 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[ModelTensor], *
     except BaseException:
         discard(staging)
         raise
+
+
+def _save(value: object, stream: BinaryIO) -> None:
+    """torch.save, which at a full disk would raise a RuntimeError that does not say so."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    stream.write(buffer.getbuffer())
 
 
 def _as_written(tensor: ModelTensor, apart: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -344,7 +354,7 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[ModelTensor], *
                     number, place = number + 1, 0
                     stream = open(folder / f"__0_{number}.distcp", "wb")  # noqa: SIM115
                 data = weights.read(tensor, rows, columns)
-                torch.save(data.view(*ones, *data.shape), stream)
+                _save(data.view(*ones, *data.shape), stream)
                 box = box_of(tensor, rows, columns)
                 offset = torch.Size((*index, *box.start))
                 chunks = entries[key].chunks
