@@ -395,7 +395,7 @@ class Activations:
             keeps_result = not setting.saves_scores and CORE_ATTENTION not in recomputed
             split += (setting.input_bytes - e * (not keeps_result)) * shape.result_width
         if shape.qk_norm and not shape.latents:
-            split += e * (shape.query_width + shape.key_width)
+            split += e * self._normed_width(keeps_scores=keeps_scores)
         if keeps_scores:
             split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
         if MLP not in recomputed:
@@ -445,6 +445,13 @@ class Activations:
             return q + self.setting.tensor * (q + 2 * k)
         copies_queries = self.shape.num_query_groups > self.setting.tensor
         return (2 + copies_queries) * q + 2 * k
+
+    def _normed_width(self, *, keeps_scores: bool) -> int:
+        """Elements per token that norms of queries and keys keep besides `_attention_width`."""
+        q, k = self.shape.query_width, self.shape.key_width
+        if keeps_scores and q != k:  # repeated for all heads, so that only norms keep what the projection made
+            return self._attention_width(keeps_scores=False) - q
+        return q + k * max(self.setting.tensor // self.shape.num_query_groups, 1)  # each rank has a group or more
 
     @property
     def _exchanged(self) -> int:

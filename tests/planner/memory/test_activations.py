@@ -185,6 +185,7 @@ def _captured_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor],
 
 LATENT = "--multi-latent-attention --kv-lora-rank 28 --qk-head-dim 24 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 UP_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
+WIDE_HEADS = "--kv-channels 128"  # beside which the two numbers that a norm keeps of each head are few
 CASES = (
     "",
     "--bf16 --attention-softmax-in-fp32",
@@ -195,6 +196,9 @@ CASES = (
     "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
     "--group-query-attention --num-query-groups 2",
     "--group-query-attention --num-query-groups 2 --recompute-activations",
+    f"--group-query-attention --num-query-groups 2 --qk-layernorm {WIDE_HEADS}",
+    f"--group-query-attention --num-query-groups 2 --qk-layernorm --recompute-activations {WIDE_HEADS}",
+    f"--group-query-attention --num-query-groups 1 --qk-layernorm --recompute-activations {WIDE_HEADS}",
     "--group-query-attention --num-query-groups 1",
     "--group-query-attention --num-query-groups 1 --recompute-activations",
     "--swiglu --disable-bias-linear",
