@@ -88,7 +88,8 @@ class Job:
         self.started = time.monotonic()
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment}
-        kind = ForkedJob if command[1] == str(FORKING_LAUNCHER) else MarkedJob
+        forks = command[1] == str(FORKING_LAUNCHER) and sys.platform == "linux"
+        kind = ForkedJob if forks else MarkedJob
         self._job = kind(command, log=self._log_path, directory=directory, folder=self._log_path, environment=variables)
         self.process = self._job.process
 

@@ -46,11 +46,33 @@ class Forked:
         return self.returncode
 
 
-def _rank(words: list[str], *, env: dict[str, str], start_new_session: bool, preexec_fn: Callable[[], None]) -> Forked:
-    assert start_new_session
-    process = multiprocessing.get_context("fork").Process(target=_become, args=(words, env, preexec_fn))
-    process.start()
-    return Forked(words, process)
+class _Rank(Forked):
+    """A rank that a launcher starts. It goes on when all of the first ranks are there, which is when the launcher first
+    asks for the end of one: a fork while the launcher's store names who has connected would leave the lock of the
+    system's resolver taken for ever in the copy."""
+
+    _begins, _opens = os.pipe()
+
+    def __init__(
+        self, words: list[str], *, env: dict[str, str], start_new_session: bool, preexec_fn: Callable[[], None]
+    ) -> None:
+        assert start_new_session
+        process = multiprocessing.get_context("fork").Process(target=self._go_on, args=(words, env, preexec_fn))
+        process.start()
+        super().__init__(words, process)
+
+    def poll(self) -> int | None:
+        if _Rank._opens is not None:
+            os.close(_Rank._opens)
+            _Rank._opens = None
+        return super().poll()
+
+    @staticmethod
+    def _go_on(*job: object) -> None:
+        if _Rank._opens is not None:
+            os.close(_Rank._opens)
+        os.read(_Rank._begins, 1)
+        _become(*job)
 
 
 def _become(words: list[str], environment: dict[str, str], first: Callable[[], None]) -> None:
@@ -97,5 +119,5 @@ def _show_mark(mark: str) -> None:
 if __name__ == "__main__":
     import tests.preloaded  # noqa: F401
 
-    launch.subprocess = SimpleNamespace(Popen=_rank, TimeoutExpired=subprocess.TimeoutExpired)
+    launch.subprocess = SimpleNamespace(Popen=_Rank, TimeoutExpired=subprocess.TimeoutExpired)
     sys.exit(launch.main())
