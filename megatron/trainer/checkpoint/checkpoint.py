@@ -27,6 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OlderVersions, SavedUpdate, older_versions
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.checkpoint import arguments, directory
@@ -37,6 +38,7 @@ from megatron.trainer.checkpoint.optimizer_state import (
     convert_request,
     convert_step_counters,
     needs_conversion,
+    require_same_groups,
 )
 from megatron.trainer.checkpoint.state import (
     FORMAT_VERSION,
@@ -157,6 +159,7 @@ class Restoration:
         if self._with_optimizer:
             self.request["optimizer"] = optimizer_state(optimizer, self.model, metadata, is_loading=True)
             self._converts = needs_conversion(optimizer, store.common.get("optimizer"))
+            require_same_groups(self.request["optimizer"], store.common.get("optimizer"), optimizer)
             if self._converts:
                 self.request["optimizer"] = convert_request(self.request["optimizer"], store.holds_key)
         if random_state is not None and store.holds(random_state):
@@ -188,10 +191,11 @@ class Restoration:
             if self._converts:
                 loaded = convert_loaded(loaded, optimizer)
             convert_step_counters(loaded, optimizer)
+            bounds = _bounds_of_rates(optimizer)
             with torch.no_grad():  # some of megatron.core's formats copy into parameters
                 optimizer.load_state_dict(loaded)
             if parts.scheduler is not None:
-                _load_scheduler(parts.scheduler, state["opt_param_scheduler"])
+                _load_scheduler(parts.scheduler, state["opt_param_scheduler"], optimizer, bounds)
             if parts.update is not None:
                 parts.update.load_state_dict(of_update)
         elif optimizer is not None:
@@ -206,16 +210,46 @@ def log_once(message: str) -> None:
         logger.warning(message)
 
 
-def _load_scheduler(scheduler: object, state: dict) -> None:
+def _groups(optimizer: MegatronOptimizer) -> list[dict]:
+    return [group for each in optimizers_of(optimizer) for group in each.param_groups]
+
+
+def _bounds_of_rates(optimizer: MegatronOptimizer) -> list[dict[str, float]]:
+    """The largest and the smallest learning rate of each group, as the scheduler reads them."""
+    return [{name: group[name] for name in ("max_lr", "min_lr")} for group in _groups(optimizer)]
+
+
+def _load_scheduler(
+    scheduler: object, state: dict, optimizer: MegatronOptimizer, bounds: list[dict[str, float]]
+) -> None:
+    """Load the scheduler's state.
+
+    megatron.core loads the bounds of learning rates with the groups of parameters, whatever the flags say. `bounds`:
+    those of this run.
+    """
+    groups = _groups(optimizer)
+    if scheduler.override_opt_param_scheduler:
+        for group, own in zip(groups, bounds, strict=True):
+            group.update(own)
     scheduler.num_steps = 0  # megatron.core adds the loaded number to it
     try:
         scheduler.load_state_dict(state)
     except AssertionError as error:  # megatron.core's error for other settings on the command line
-        raise CheckpointError(
-            f"the schedule of learning rate and weight decay is not the checkpoint's ({error}); pass "
-            "--override-opt_param-scheduler to follow the command line or --use-checkpoint-opt_param-scheduler to "
-            "follow the checkpoint"
-        ) from error
+        raise _other_schedule(error) from error
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        return
+    for group, own in zip(groups, bounds, strict=True):
+        loaded = {name: group.get(name, value) for name, value in own.items()}  # older megatron.cores save none
+        if loaded != own:
+            raise _other_schedule(f"a group of parameters has {loaded} there, and {own} here")
+
+
+def _other_schedule(difference: object) -> CheckpointError:
+    return CheckpointError(
+        f"the schedule of learning rate and weight decay is not the checkpoint's ({difference}); pass "
+        "--override-opt_param-scheduler to follow the command line or --use-checkpoint-opt_param-scheduler to "
+        "follow the checkpoint"
+    )
 
 
 def _load_module(module: torch.nn.Module, state: dict, *, new: Sequence[str]) -> None:

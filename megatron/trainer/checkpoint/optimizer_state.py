@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.documents import counted
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OLDER_VERSIONS
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_distributed, optimizers_of
@@ -162,6 +163,28 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
             f"--use-distributed-optimizer at the same degrees can load: set that, or {fresh}"
         )
     return True
+
+
+def require_same_groups(request: dict, saved: dict | None, optimizer: MegatronOptimizer) -> None:
+    """Raise CheckpointError if `saved` has more or fewer groups of parameters than `request`, so that none fit.
+
+    The distributed optimizer matches groups by what they say.
+    """
+    here, there = _counts_of_groups(request), _counts_of_groups(saved or {})
+    if is_distributed(optimizer) or len(here) != len(there) or here == there:
+        return
+    raise CheckpointError(
+        f"the checkpoint's optimizer has {counted(sum(there), 'group')} of parameters by learning rate and weight "
+        f"decay, and this run has {sum(here)}; give flags such as --decoupled-lr as the checkpoint's run had them, or "
+        "--no-load-optim to start with a fresh optimizer state"
+    )
+
+
+def _counts_of_groups(state: dict) -> list[int]:
+    """How many groups of parameters the state of an optimizer, or of each one of a chain, has."""
+    states = [state[number] for number in state if isinstance(number, int)] or [state]
+    groups = [each.get("optimizer", each).get("param_groups") for each in states]
+    return [len(each) for each in groups if each is not None]
 
 
 def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:

@@ -1,0 +1,70 @@
+"""Whose learning rates a resumed run has: the command line's, the checkpoint's, or a sentence that says they differ."""
+
+import pytest
+
+from tests.trainer.run.run_case import train
+
+OVERRIDE = "--override-opt_param-scheduler"
+CHECKPOINTS = "--use-checkpoint-opt_param-scheduler"
+FLAGS = "--clip-grad 0 --untie-embeddings-and-output-weights --pipeline-model-parallel-size 1 --train-iters 4"
+RATES = "--lr 1e-2 --decoupled-lr 5e-3"
+OTHERS = "--lr 1e-3 --decoupled-lr 2e-3"
+
+
+def rates_of(run):
+    """For `watch`: the learning rates of the groups that have parameters, at the end."""
+    return lambda: sorted({group["lr"] for group in run.optimizer.param_groups if group["params"]})
+
+
+def refusal_case(**options) -> str:
+    from tests.trainer.run.run_case import train_case
+
+    with pytest.raises(ValueError) as caught:
+        train_case(**options)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run with two learning rates that has stopped in its middle."""
+    made = tmp_path_factory.mktemp("rates")
+    train(1, f"{FLAGS} {RATES} --save {made} --exit-interval 2")
+    return made
+
+
+@pytest.mark.parametrize(("whose", "expected"), [(OVERRIDE, [1e-3, 2e-3]), (CHECKPOINTS, [5e-3, 1e-2])])
+def test_the_flags_say_whose_rates_hold(folder, whose, expected):
+    """Of each group of parameters, though a checkpoint has the groups' rates, too."""
+    [resumed] = train(1, f"{FLAGS} {OTHERS} --load {folder} {whose}", watch=f"{__name__}:rates_of")
+    assert resumed["watched"] == expected
+    assert resumed["iteration"] == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (2, "--bf16 --use-distributed-optimizer"),
+        (1, "--pipeline-schedule l2l"),
+        (1, "--optimizer muon --muon-scalar-lr 3e-3"),
+    ],
+)
+def test_other_optimizers_follow_the_command_line(num_ranks, flags, tmp_path):
+    train(num_ranks, f"{FLAGS} {RATES} {flags} --save {tmp_path} --exit-interval 2")
+    flags = flags.replace("3e-3", "4e-3")
+    resumed = train(num_ranks, f"{FLAGS} {OTHERS} {flags} --load {tmp_path} {OVERRIDE}", watch=f"{__name__}:rates_of")
+    assert resumed[0]["watched"] == [1e-3, 2e-3, *([4e-3] if "4e-3" in flags else [])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr 1e-2 --decoupled-lr 2e-3", "a group of parameters has {'max_lr': 0.005, 'min_lr': 0.0} there, and"),
+        ("--lr 1e-2 " + OVERRIDE, "optimizer has 3 groups of parameters by learning rate and weight decay"),
+    ],
+    ids=["another rate of a group", "no such group"],
+)
+def test_rates_that_do_not_fit_are_one_sentence(folder, flags, message):
+    """Without a flag that says whose hold, and where a group is missing."""
+    [said] = train(1, f"{FLAGS} {flags} --load {folder}", function=f"{__name__}:refusal_case")
+    assert message in said and ("--override-opt_param-scheduler" in said or "--no-load-optim" in said)
