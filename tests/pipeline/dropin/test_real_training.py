@@ -263,7 +263,7 @@ def test_checkpoints_of_2bw_go_both_ways(own, twobw, start, tmp_path):
     [
         ("--rerun-mode validate_results", "2bw", "--rerun-mode validate_results"),
         ("", "zbv", "--pipeline-schedule zbv places two stages on each rank"),
-        ("--context-parallel-size 2", "flush", "--context-parallel-size 2 cuts the sequence"),
+        (f"{STAGES} 1 --context-parallel-size 2", "flush", "--context-parallel-size 2 cuts the sequence"),
         ("--global-batch-size 2", "2bw", "2bw with 2 stages needs batches of at least 2 microbatches"),
     ],
 )
