@@ -337,7 +337,8 @@ def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, s
     path = folder / FILE
     try:
         certificate = (folder / CERTIFICATE).read_text(encoding="utf-8")
-        was = json.loads(certificate)["asked"]
+        known = json.loads(certificate)
+        was, digest = dict(known["asked"]), known["csv_sha256"]
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError):
         return None, f"{AUTO}: {folder / CERTIFICATE} does not say what {path} was made for, so another program is made"
@@ -345,6 +346,8 @@ def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, s
     other = [name for name, value in asked.items() if was.get(name) != value]
     if other:
         return None, f"{AUTO}: {path} was made with another {', '.join(other)}, so another program is made"
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        return None, f"{AUTO}: {path} is not what {CERTIFICATE} was written for, so another program is made"
     return MadeProgram(text, (f"{AUTO}: the program is {path}, as before",), certificate), ""
 
 

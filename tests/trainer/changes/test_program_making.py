@@ -100,6 +100,26 @@ def test_what_was_made_with_a_profile_stays_without_one(tmp_path):
     assert other.measures and "made with another --pipeline-memory-limit" in other.lines[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        (auto_program.FILE, "garbage", "is not what pipeline_program.json was written for"),
+        (auto_program.FILE, "0F0,0B0\n", "is not what pipeline_program.json was written for"),
+        (auto_program.CERTIFICATE, '{"asked": [], "csv_sha256": ""}', "was made with another"),
+        (auto_program.CERTIFICATE, '{"asked": 1}', "does not say what"),
+        (auto_program.CERTIFICATE, "[]", "does not say what"),
+    ],
+)
+def test_a_kept_program_that_is_damaged_is_made_anew(name, text, reason, tmp_path):
+    """And a line says why; no job fails on its own file."""
+    made = begun()
+    auto_program.keep(made, tmp_path)
+    (tmp_path / name).write_text(text)
+    again = begun(f"--load {tmp_path}")
+    assert again.csv == made.csv and again.measures and reason in again.lines[0]
+    assert again.lines[0].endswith("so another program is made")
+
+
 # --- the change -------------------------------------------------------------------------------------------------------
 
 
