@@ -201,8 +201,20 @@ def all_write(folder: Path) -> Iterator[None]:
 def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, progress: SavedProgress | None) -> None:
     """Write all files into the folder `partial`; with a `progress`, also the state of the run.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. Raises ValueError on all ranks if any rank cannot write; then nothing is left
+    of the folder, whose files may have filled the disk.
     """
+    try:
+        _write_files(pipeline, partial, origin, progress)
+    except ValueError:  # all ranks raise it, and none writes any longer
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_files(
+    pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, progress: SavedProgress | None
+) -> None:
     rank, writers = torch.distributed.get_rank(), len(pipeline.ranks.pipeline)
     writes = pipeline.ranks.replica == 0
     token = [secrets.token_hex(4)]
