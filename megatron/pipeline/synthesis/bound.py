@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.synthesis.path import own_places, path_seconds, weight_seconds
 from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem
 
 
@@ -245,25 +246,6 @@ class Turns:
                 rests[j] = max(time + problem.seconds[queue], (j + 1) * together[queue])
 
 
-def path_seconds(problem: Problem, first: int, last: int) -> float:
-    """Seconds from the start of the first queue of the path to the start of the last one, places in `problem.path`."""
-    path = problem.path
-    return sum(
-        problem.seconds[path[at]] + problem.sources[path[at + 1]][1]
-        for at in range(first, last)
-    )  # fmt: skip
-
-
-def _weight_seconds(problem: Problem, stage: int) -> float:
-    return problem.seconds[problem.number_of[Kind.BACKWARD_WEIGHT, stage]] if problem.splits else 0.0
-
-
-def own_places(problem: Problem, rank: int) -> tuple[list[int], list[int]]:
-    """Places in the path of a rank's forwards, and of its I or B."""
-    places = [at for at, queue in enumerate(problem.path) if problem.rank_of_queue[queue] == rank]
-    return [at for at in places if at < problem.num_stages], [at for at in places if at >= problem.num_stages]
-
-
 def size_per_second(kind: tuple[float, float]) -> float:
     """The sort key of kinds of computations (seconds, size) that orders them as they fill a limit."""
     seconds, size = kind
@@ -303,7 +285,7 @@ class FillAndDrain:
         forwards, backwards = own_places(problem, rank)
         end = len(problem.path) - 1
         drain = path_seconds(problem, forwards[-1], end) - problem.seconds[problem.path[forwards[-1]]]
-        drain += problem.seconds[problem.path[end]] + _weight_seconds(problem, 0)
+        drain += problem.seconds[problem.path[end]] + weight_seconds(problem, 0)
         stages = [problem.queues[problem.path[at]][1] for at in forwards]
         forward = [problem.number_of[Kind.FORWARD, each] for each in stages]
         draining = []
@@ -312,7 +294,7 @@ class FillAndDrain:
             size = problem.input_sizes[stage] if stage in problem.recomputed else problem.saved_sizes[stage]
             backward = [each for each in own if problem.queues[each][0] is not Kind.BACKWARD_WEIGHT]
             seconds = sum(problem.seconds[each] for each in backward)
-            weight = _weight_seconds(problem, stage)
+            weight = weight_seconds(problem, stage)
             draining += [(seconds + weight, size), (weight, problem.deferred_sizes[stage])]
         return cls(
             path_seconds(problem, 0, backwards[0]), drain,
@@ -349,7 +331,7 @@ def held_over_time(problem: Problem, rank: int, stage: int | None = None) -> flo
         else:
             held += problem.saved_sizes[each] * until
         held += problem.saved_sizes[each] * problem.seconds[backward]
-        held += problem.deferred_sizes[each] * _weight_seconds(problem, each)
+        held += problem.deferred_sizes[each] * weight_seconds(problem, each)
     return held
 
 

@@ -43,12 +43,11 @@ from megatron.pipeline.synthesis.bound import (
     held_over_time,
     lower_bound,
     most_work,
-    own_places,
-    path_seconds,
     size_per_second,
     to_trade,
 )
 from megatron.pipeline.synthesis.moves import HOST, Way, moved_size, pair_ranks
+from megatron.pipeline.synthesis.path import own_places, path_seconds
 from megatron.pipeline.synthesis.problem import Problem
 
 
