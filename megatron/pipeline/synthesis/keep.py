@@ -21,6 +21,7 @@ from megatron.pipeline.synthesis.keep_and_move import keeping_all, of_both_kinds
 from megatron.pipeline.synthesis.moved_rows import Mover
 from megatron.pipeline.synthesis.moves import ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice
+from megatron.pipeline.synthesis.orders_bound import tightened
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.search import KNOWN, Synthesis, synthesize
 from megatron.pipeline.synthesis.seeds import named_words
@@ -119,7 +120,9 @@ def synthesize_keeping(
     ways, effort = ways_of(moves, problem), {"rounds": rounds, "seed": seed, "processes": processes}
     search = partial(synthesize, **effort)
     if not ways:
-        return _recomputing(problem, search, seconds, known, done)
+        found = _recomputing(problem, search, seconds, known, done)
+        bound, bound_from = tightened(problem, found.bound, found.bound_from, found.seconds)
+        return replace(found, bound=bound, bound_from=bound_from)
     bound, bound_from = bound_of_any_choice(problem, ways)
     parts = 2 + len(ways)
     share = seconds / parts

@@ -29,11 +29,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.program.instruction import Kind
-from megatron.pipeline.synthesis.bound import Turns
+from megatron.pipeline.synthesis.bound import Turns, lower_bound
 from megatron.pipeline.synthesis.path import own_places, path_seconds, weight_seconds
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem
 
 _STATES = 20_000
+_NEAR = 1.02
 _BITS = 40  # of the longest time, counted in whole units so that sums are exact
 
 _Times = tuple[int, ...]
@@ -42,11 +43,31 @@ _Times = tuple[int, ...]
 _State = tuple[_Times, int, int, _Times, tuple[_Times, ...], tuple[_Times, ...], int]
 
 
-def bound_of_orders(problem: Problem, states: int = _STATES) -> tuple[float, str]:
-    """Return a lower bound in seconds from the orders of two ranks, and its origin in words.
+def tightened(problem: Problem, bound: float, bound_from: str, seconds: float) -> tuple[float, str]:
+    """Return a lower bound and its origin in words: the bound of the orders if it is better, and could be.
 
-    The two are the rank of stage 0, which holds a microbatch longest, and the one whose first forward comes last. It is
-    0 if they are one rank. Where microbatches are kept, the bound holds for any choice of them.
+    Args:
+        problem: the problem, without moves.
+        bound, bound_from: what is known.
+        seconds: the time of the best program. If it is near the bound, nothing more is tried, and neither if the
+            limits of two ranks are no reason for the bound.
+    """
+    if seconds <= bound * _NEAR or math.inf in map(problem.limit_of, _two_ranks(problem)):
+        return bound, bound_from
+    if bound <= lower_bound(replace(problem, limits=math.inf))[0] * _NEAR:
+        return bound, bound_from
+    return max((bound, bound_from), bound_of_orders(problem))
+
+
+def _two_ranks(problem: Problem) -> tuple[int, int]:
+    """The rank of stage 0, which holds a microbatch longest, and the one whose first forward comes last."""
+    return problem.rank_of_stage[0], max(range(problem.num_ranks), key=problem.rank_of_stage.index)
+
+
+def bound_of_orders(problem: Problem, states: int = _STATES) -> tuple[float, str]:
+    """Return a lower bound in seconds from the orders of two ranks, and its origin in words; 0 for one rank.
+
+    Where microbatches are kept, the bound holds for any choice of them.
 
     Args:
         problem: the problem.
@@ -54,7 +75,7 @@ def bound_of_orders(problem: Problem, states: int = _STATES) -> tuple[float, str
     """
     free = replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
     turns, found = Turns(free), [(0.0, "no order of two ranks")]
-    outer, inner = problem.rank_of_stage[0], max(range(problem.num_ranks), key=problem.rank_of_stage.index)
+    outer, inner = _two_ranks(problem)
     if outer != inner:
         for busy, holding in ((inner, outer), (outer, inner)):
             seconds = Orders(free, busy, holding, turns.ends, turns.rests).least(states)

@@ -17,6 +17,7 @@ from megatron.pipeline.synthesis.improve import Climb, shaken
 from megatron.pipeline.synthesis.moved_rows import MovedProgram, Mover, most_held
 from megatron.pipeline.synthesis.moves import Way, moved_microbatches, relaxed, ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_with_moves
+from megatron.pipeline.synthesis.orders_bound import tightened
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words, csv_of
 from megatron.pipeline.synthesis.search_with_moves import changed, fastest
 from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
@@ -208,7 +209,9 @@ def synthesize(
     bound, bound_from = lower_bound(problem)
     found = _chosen(problem, bound, bound_from, searched(problem, bound), seed)
     if not ways:
-        return found
+        if rounds != 0 and not problem.kept:
+            bound, bound_from = tightened(problem, bound, bound_from, found.seconds)
+        return replace(found, bound=bound, bound_from=bound_from)
     bound, bound_from = bound_with_moves(problem, ways)
     found = replace(found, bound=bound, bound_from=bound_from, ways=ways)
     for way, problems in relaxations.items():

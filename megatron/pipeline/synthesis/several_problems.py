@@ -1,5 +1,6 @@
 """The fastest program over several problems, which differ in placement or in the set of recomputed stages."""
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from megatron.pipeline.synthesis.bound import bound_of_any_recompute, lower_boun
 from megatron.pipeline.synthesis.keep import synthesize_keeping
 from megatron.pipeline.synthesis.moves import ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice, bound_with_moves
+from megatron.pipeline.synthesis.orders_bound import tightened
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem
 from megatron.pipeline.synthesis.search import KNOWN, Synthesis, synthesize
 
@@ -60,7 +62,6 @@ def synthesize_fastest(
             bound, bound_from = bound_of(each, moves=moves, recomputes_some=True)
             found = replace(found, bound=bound, bound_from=bound_from)
         begun.append(found)
-    bound, bound_from = min((each.bound, each.bound_from) for each in begun)
     keeping = [each for each in begun if recomputes_some and _keeps(each.problem)]
     found = _leading([each for each in begun if each not in keeping])
     if len(found) > _SEARCHED:
@@ -75,7 +76,23 @@ def synthesize_fastest(
                 done=lambda part, number=number: done((number + part) / len(found)),
             )  # fmt: skip
             found[number] = _from(further, each)
-    return replace(min(found, key=lambda each: each.seconds), bound=bound, bound_from=bound_from)
+    best = min(found, key=lambda each: each.seconds)
+    bound, bound_from = _least_bound(begun, best.seconds, with_moves=moves != "none")
+    return replace(best, bound=bound, bound_from=bound_from)
+
+
+def _least_bound(begun: Sequence[Synthesis], seconds: float, *, with_moves: bool) -> tuple[float, str]:
+    """Return the least of the problems' bounds, each as tight as it has to be for that."""
+    waiting = [(each.bound, number, each.bound_from) for number, each in enumerate(begun)]
+    heapq.heapify(waiting)
+    tight: set[int] = set()
+    while True:
+        bound, number, bound_from = waiting[0]
+        if with_moves or number in tight:
+            return bound, bound_from
+        tight.add(number)
+        bound, bound_from = tightened(begun[number].problem, bound, bound_from, seconds)
+        heapq.heapreplace(waiting, (bound, number, bound_from))
 
 
 def bound_of(problem: Problem, *, moves: str = "none", recomputes_some: bool = False) -> tuple[float, str]:
