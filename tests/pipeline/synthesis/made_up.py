@@ -52,6 +52,33 @@ def small(seed: int) -> Problem:
             continue  # the limit is too small for one microbatch
 
 
+def little_memory(seed: int, most: int) -> Problem:
+    """A problem with up to three ranks and limits of one to two microbatches, which has at most `most` words."""
+    chance = random.Random(seed)
+    while True:
+        placement = chance.choice(((0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1), (0, 1, 0)))
+        stages, splits = len(placement), chance.random() < 0.6
+
+        def each(stages: int = stages) -> list[float]:
+            return [float(chance.choice((chance.randint(0, 5), chance.uniform(0, 5)))) for _ in range(stages)]
+
+        recomputed = frozenset(each for each in range(stages) if chance.random() < 0.15)
+        problem = Problem(
+            rank_of_stage=placement, num_microbatches=chance.choice((2, 3, 4)), splits=splits, recomputed=recomputed,
+            costs=Costs(
+                forward=each(), backward=each(), backward_input=each(), backward_weight=each(), recompute=each(),
+                latency=float(chance.choice((0, 0, 1, 3))),
+            ),
+            saved=[chance.choice((1.0, 1.0, 1.5)) for _ in range(stages)], deferred=chance.choice((1.0, 0.5)),
+            stage_input=0.25,
+        )  # fmt: skip
+        limits = [least * chance.choice((1.0, 1.25, 1.5, 2.0)) for least in problem.least_limits]
+        problem = replace(problem, limits=limits)
+        words = (len(list(itertools.islice(all_words(problem, rank), most + 1))) for rank in range(problem.num_ranks))
+        if math.prod(words) <= most:
+            return problem
+
+
 _numbers = st.one_of(st.integers(0, 5).map(float), st.floats(0.0, 9.0))
 
 
