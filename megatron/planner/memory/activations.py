@@ -472,10 +472,8 @@ class Activations:
         """Bytes that are saved for one attention score."""
         setting, e = self.setting, self.setting.element_bytes
         is_wider = setting.softmax_in_fp32 and e < FP32
-        softmax = FP32 if is_wider else e
-        if self.shape.attention_dropout:
-            return softmax + setting.mask_bytes + e
-        return softmax + is_wider * e
+        dropped = setting.mask_bytes + e if self.shape.attention_dropout else is_wider * e
+        return (FP32 if is_wider else e) + dropped
 
 
 def by_stage(
@@ -497,8 +495,6 @@ def by_stage(
         (each, other, stage == 0, stage == len(layers) - 1, its_more)
         for stage, (each, other, its_more) in enumerate(zip(layers, others, more, strict=True))
     ]
-    by_kind = {
-        kind: count(kind[0], with_experts=kind[1], is_first=kind[2], is_last=kind[3], further=kind[4])
-        for kind in set(kinds)
-    }
+    names = ("with_experts", "is_first", "is_last", "further")
+    by_kind = {kind: count(kind[0], **dict(zip(names, kind[1:], strict=True))) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
