@@ -19,6 +19,8 @@ from megatron.planner.search import SCOPES
 from megatron.planner.time.first_principles import FirstPrinciples
 from tests import workers
 from tests.open_tables import PRESET, registered
+from tests.pipeline.runtime.stages.module import reference
+from tests.pipeline.runtime.stages.module.reference import Training
 from tests.planner.search.helper import PAPER, run
 
 backend.install()
@@ -113,6 +115,13 @@ def test_the_search_offers_it():
 # --- real runs
 
 
+def run_module(**options):
+    from tests.pipeline.runtime.stages.module.module_cases import run
+
+    with registered():
+        return run(PRESET, num_virtual_stages=2, **options)
+
+
 def train_gpt(**options):
     from tests.pipeline.runtime.stages.megatron.megatron_cases import train
 
@@ -132,6 +141,18 @@ def gpt_alone(**options):
 def train_program(**options):
     with registered():
         return run_case.train_case(**options)
+
+
+@pytest.mark.parametrize("drains", [(), (0, 3)])
+def test_modules_train_as_one_process(drains: tuple[int, ...]):
+    """Ramp-up, drains in the middle with evaluations: the losses and parameters of plain torch, bit for bit."""
+    training = Training(batches=(2, 2, 3, 3, 1, 4))
+    outcomes = workers.run(2, f"{__name__}:run_module", training=training, drains=drains, evaluate=2)
+    expected = reference.train(training, delay=2)
+    for outcome in outcomes:
+        assert [report.losses["loss"] for report in outcome.reports] == expected.losses
+        for name, tensor in outcome.parameters.items():
+            assert torch.equal(tensor, expected.parameters[name])
 
 
 def test_a_gpt_trains_as_one_process():

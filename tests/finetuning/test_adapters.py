@@ -176,6 +176,34 @@ def test_another_model_under_a_saved_adapter_is_refused(folder):
 
 
 @pytest.mark.full
+def test_a_new_adapter_begins_alike_everywhere(folder):
+    """With dropout, ftpipe's stages on two ranks and on one: the same bits, and a head that is trained whole."""
+    argv = ["--lora_r", 4, "--lora_dropout", 0.1, "--use_dora", "--target_modules", "query", "dense"]
+    argv += ["--gradient_accumulation_steps", 2, "--learning_rate", 1e-3, "--num_train_epochs", 2]
+    argv += ["--pipeline_schedule", "ftpipe", "--provisional_steps"]
+    inner = folder / "inner"
+    cases.loaded(tiny.model_folder(folder, dropout=0.1), CLASSES).bert.save_pretrained(inner)
+    tiny.tokenizer().save_pretrained(inner)
+    argv += ["--model_name_or_path", inner, "--modules_to_save", "classifier", "pooler"]
+    runs = [
+        run(
+            folder, f"places-{number}", *argv, "--partition",
+            cases.partition(folder, CLASSES, ranks, *argv, dropout=0.1), task=CLASSES, dropout=0.1,
+            ranks=len(set(ranks)),
+        )
+        for number, ranks in enumerate([(0, 1, 1, 0), (0, 0, 0, 0)])
+    ]  # fmt: skip
+    assert runs[0].losses == runs[1].losses
+    assert runs[0].weights.keys() == runs[1].weights.keys()
+    assert all(torch.equal(weights, runs[1].weights[name]) for name, weights in runs[0].weights.items())
+    assert {name for name in runs[0].weights if "classifier" in name or "pooler" in name} == {
+        f"base_model.model.{module}.{kind}"
+        for module in ("classifier", "bert.pooler.dense")
+        for kind in ("weight", "bias")
+    }
+
+
+@pytest.mark.full
 def test_no_gradient_of_frozen_tensors_travels(folder, tmp_path):
     """A T5's relative positions, which the first layer computes of frozen weights, go to all, and nothing returns."""
     argv = ["--lora_r", 2, "--target_modules", "q", "v"]

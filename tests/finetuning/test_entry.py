@@ -10,8 +10,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+import transformers
+from scipy.io import wavfile
 
 from megatron.finetuning.plan import make_plan, of_devices, run_dry
 from megatron.finetuning.samples import read_data
@@ -206,3 +209,35 @@ def test_a_killed_job_restarts_by_itself(tmp_path, schedule, ranks, epochs):
     again = job("killed")
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and f"0 of {num_batches} batches to train" in output, output
+
+
+@pytest.mark.full
+def test_sound_from_files_to_a_model(tmp_path):
+    """WAV files through the program: a stage that is cut here, an evaluation, and a model that
+    transformers opens with its feature extractor."""
+    samples = []
+    for number in range(8):
+        wave = numpy.random.default_rng(number).normal(0, 0.1, 200).astype(numpy.float32)
+        wavfile.write(tmp_path / f"{number}.wav", 100, wave)
+        samples.append({"audio": f"{number}.wav", "label": ("low", "high")[number % 2]})
+    file = tmp_path / "sounds.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in samples))
+    model = tiny.model_folder(tmp_path, "audio-classification")
+    job = start(
+        ROOT / "finetune.py", "--model_name_or_path", model, "--task", "audio-classification", "--train_file", file,
+        "--validation_file", file, "--output_dir", tmp_path / "out", "--max_seconds", 2, "--num_train_epochs", 1,
+        "--per_device_train_batch_size", 4, "--metrics_file", tmp_path / "metrics.jsonl", cwd=tmp_path,
+    )  # fmt: skip
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, output
+    lines = read_metrics(str(tmp_path / "metrics.jsonl"))
+    assert len([line for line in lines if "loss" in line]) == 2
+    found = transformers.AutoModelForAudioClassification.from_pretrained(tmp_path / "out").eval()
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path / "out")
+    waves = [wavfile.read(tmp_path / f"{number}.wav")[1] for number in range(8)]
+    inputs = extractor(waves, sampling_rate=100, return_tensors="pt")
+    labels = torch.tensor([found.config.label2id[each["label"]] for each in samples])
+    with torch.no_grad():
+        expected = found(**inputs, labels=labels)
+    assert lines[-1]["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert lines[-1]["eval_accuracy"] == (expected.logits.argmax(-1) == labels).double().mean().item()

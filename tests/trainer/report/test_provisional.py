@@ -13,6 +13,7 @@ from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments.flags.config import choice_of
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run import run_case
+from tests.trainer.run.test_bert import numbers, train_bert
 
 FULL = pytest.mark.full
 STAGE = "--pipeline-schedule 2bw --2bw-provisional stage"
@@ -239,6 +240,16 @@ def test_uniform_predictions_are_clipped_alike():
     assert losses(train(2, same)) == pytest.approx(losses(train_once(1, same)), rel=2e-5)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [2, 4])
+def test_bert(stages):
+    """Training and validation losses of p stages are bit-equal to a single process's."""
+    alone, found = (train_bert(num_ranks, f"{SHORT} {ONE_READ}") for num_ranks in (1, stages))
+    assert numbers(found) == numbers(alone)
+    assert sum(record[3] is not None for record in numbers(found)) == 2
+    assert found[-1]["losses"][6] < found[-1]["losses"][1]
+
+
 # --- through files
 
 
@@ -267,6 +278,19 @@ def gone_on(num_ranks: int, directory, flags: str) -> dict[int, float]:
 
 def after(results: list[dict]) -> dict[int, float]:
     return {iteration: loss for iteration, loss in losses(results).items() if iteration > 3}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"), [(2, ""), (2, "--bf16"), (2, f"{SHARDED} --bf16"), (2, SHARDED), (2, TWO_REPLICAS)]
+)
+@pytest.mark.full
+def test_evaluations_and_checkpoints_change_nothing(saved, num_ranks, flags):
+    """Drains leave losses, weights and the generator bit for bit as they were."""
+    plain, (_, busy) = train(num_ranks, f"{SHORT} {STAGE} {flags}"), saved(num_ranks, f"{STAGE} {flags}")
+    assert records(plain) == records(busy) and same_weights(plain, busy)
+    assert all(torch.equal(one["generator"], other["generator"]) for one, other in zip(plain, busy, strict=True))
+    evaluated = [record["iteration"] for record in busy[-1]["records"] if "validation_loss" in record]
+    assert evaluated == [2, 4, 6]
 
 
 @pytest.mark.sample(1)
