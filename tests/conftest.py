@@ -26,9 +26,11 @@ TURNS = pytest.StashKey[Turns]()
 
 TOGETHER = {
     "tests/finetuning/": "models that are captured once in a process",
+    "tests/benchmarks/gpu_hour/test_precision.py": "Transformer Engine",
     "tests/pipeline/program/test_new_word.py": "syntax trees of all sources",
     "tests/test_imports.py": "syntax trees of all sources",
     "tests/pipeline/runtime/stages/megatron/test_engine.py": "Transformer Engine",
+    "tests/planner/memory/test_unquantized.py": "Transformer Engine",
     "tests/trainer/run/test_conversations.py": "Transformer Engine",
     "tests/trainer/run/test_engine.py": "Transformer Engine",
     "tests/trainer/run/test_fp8.py": "Transformer Engine",
