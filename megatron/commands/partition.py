@@ -16,7 +16,6 @@ Exit status: 0; 1 if a file is wrong or no partition fits; 2 if the command line
 import argparse
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -29,7 +28,7 @@ from rich.console import Console
 from megatron.documents import GIB, command_line
 from megatron.documents.command_line import add_flags
 from megatron.documents.files import write_whole
-from megatron.documents.flag_types import count, positive
+from megatron.documents.flag_types import count, positive, usual_threads
 from megatron.documents.picture import new_figure, require_picture, save
 from megatron.documents.tables import console, lined_table
 from megatron.finetuning.adapter_arguments import add_adapters, validate_adapter
@@ -41,7 +40,6 @@ from megatron.partition import METHODS, CompeteResult, Competition, Graph, compe
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser_of(__doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder with a model of transformers")
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # the other numbers are for nested regions
     methods = {"nargs": "+", "choices": METHODS, "default": ["sequential", "mixed"]}
     add_flags(
         parser,
@@ -63,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--memory", str, None, "of each (default: 16GiB)"),
         ("--bandwidth", positive, "GB/S", "between them (default: 10)"),
         ("--threads", count, "N", "of the profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
-         {"default": threads}),
+         {"default": usual_threads()}),
     )  # fmt: skip
     add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
     add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))

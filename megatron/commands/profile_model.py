@@ -15,7 +15,6 @@ Exit status: 0; 1 if something is wrong or cannot be measured; 2 if the command 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron.commands.grid_search.search_inputs import add_model_arguments, read_argv, some_of
 from megatron.documents import command_line
 from megatron.documents.command_line import add_flags
-from megatron.documents.flag_types import count, counts
+from megatron.documents.flag_types import count, counts, usual_threads
 from megatron.documents.tables import console, lined_table
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.recompute import RecomputeScope
@@ -50,7 +49,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--processes", count, None, "by default as many as GPUs, or 2 without one"),
         ("--threads", count, "N",
          "of each process on a CPU; runs have to have as many (default: OMP_NUM_THREADS, or 1)",
-         {"default": int(os.environ.get("OMP_NUM_THREADS", "1"))}),
+         {"default": usual_threads()}),
         ("--tensor-sizes", counts, "N,N", "tensor degrees, with commas (default: 1)", {"default": (1,)}),
         ("--micro-batch-sizes", counts, "N,N", "microbatch sizes, with commas (default: 1)", {"default": (1,)}),
         ("--recompute", some_of(_SCOPES, _SCOPES.get), "SCOPE,SCOPE", "of none, attention and layer (default: none)",

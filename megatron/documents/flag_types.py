@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 
@@ -84,6 +85,11 @@ def _whole(text: str, least: int, fault: str) -> int:
     if value > sys.float_info.max:
         raise argparse.ArgumentTypeError(f"{text!r} is too large; give a smaller number")
     return value
+
+
+def usual_threads() -> str:
+    """The default of a flag of type `count` for a process's threads: OMP_NUM_THREADS, or 1 where it is not set."""
+    return os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # the other numbers are for nested regions
 
 
 def counts(text: str) -> tuple[int, ...]:

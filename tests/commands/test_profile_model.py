@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.commands import profile_model as tool  # noqa: F401  of the fixture `run`
+from megatron.commands import profile_model as tool
+from megatron.commands.grid_search import measure
 from megatron.commands.grid_search.trial_results import predicted_seconds
+from megatron.documents import command_line
 from megatron.planner import Configuration
 from megatron.planner.time.profile import load_profile
 from tests.trainer.run.run_case import BASE, data_flags
@@ -82,6 +84,23 @@ def test_two_processes_profile_what_a_pipeline_and_tensor_ranks_need(run, tmp_pa
 def test_what_cannot_be_profiled_is_refused(run, tmp_path, arguments, status, message):
     found, _, err = run("--output", tmp_path / "profile.json", *arguments, *flags())
     assert found == status and message in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("value", "threads"), [("", 1), ("4,2", 4), ("3", 3), ("many", None)])
+@pytest.mark.parametrize("command", [tool, measure])
+def test_threads_are_those_of_the_environment(monkeypatch, capsys, command, value, threads):
+    """OMP_NUM_THREADS may be empty, or have numbers for nested regions; what is no number is refused."""
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    parser = command_line.parser_of("A command.")
+    if command is measure:
+        measure.add_arguments(parser)
+    parse = tool._parse if command is tool else lambda argv: parser.parse_known_args(argv)[0]
+    if threads is not None:
+        assert parse(["--output", "a"]).threads == threads
+        return
+    with pytest.raises(SystemExit):
+        parse(["--output", "a"])
+    assert "argument --threads: 'many' is no positive whole number" in capsys.readouterr().err
 
 
 @pytest.mark.full

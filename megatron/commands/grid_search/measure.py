@@ -35,7 +35,7 @@ from megatron.commands.grid_search.trial_results import (
 from megatron.commands.grid_search.trial_runs import Runs, collect, measure
 from megatron.documents import command_line
 from megatron.documents.command_line import add_flags
-from megatron.documents.flag_types import count, positive
+from megatron.documents.flag_types import count, positive, usual_threads
 from megatron.documents.tables import console
 from megatron.planner.job.configuration import KINDS, Configuration
 from megatron.planner.time.profile import Profile, load_profile
@@ -60,17 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--predict-from", Path, "FILE", "a profile; predictions are made from it instead of taken from --search"),
     )  # fmt: skip
     add_model_arguments(parser.add_argument_group("model", "Besides, flags of pretrain_gpt.py or pretrain_bert.py."))
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     add_flags(
         parser.add_argument_group("how to run"),
         ("--output", Path, None, "directory for commands, logs, metrics and results", {"required": True}),
         ("--iterations", count, "N", "of a run (default: 10)", {"default": 10}),
         ("--warmup", int, "N", "of them, not measured (default: 3)", {"default": 3}),
         ("--timeout", positive, None, "seconds of a run (default: 600)", {"default": 600.0}),
-        ("--threads", count, "N", "of each rank on a CPU (default: OMP_NUM_THREADS, or 1)", {"default": threads}),
+        ("--threads", count, "N", "of each rank on a CPU (default: OMP_NUM_THREADS, or 1)",
+         {"default": usual_threads()}),
         ("--processes", count, "N", "that this machine takes (default: as many as GPUs, or else cores)"),
         ("--again", None, None, "run those that failed before once more"),
-    )
+    )  # fmt: skip
     cluster = parser.add_argument_group("on a cluster").add_mutually_exclusive_group()
     cluster.add_argument("--write-scripts", type=count, metavar="GPUS_PER_NODE",
                          help="write a script for each instead of running it")  # fmt: skip
