@@ -239,7 +239,7 @@ def _load_scheduler(
     if scheduler.use_checkpoint_opt_param_scheduler:
         return
     for group, own in zip(groups, bounds, strict=True):
-        loaded = {name: group.get(name, value) for name, value in own.items()}  # older megatron.cores save none
+        loaded = {name: group.get(name, value) for name, value in own.items()}  # none in an older checkpoint
         if loaded != own:
             raise _other_schedule(f"a group of parameters has {loaded} there, and {own} here")
 
