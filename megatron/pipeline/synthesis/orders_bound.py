@@ -54,14 +54,20 @@ def tightened(problem: Problem, bound: float, bound_from: str, seconds: float) -
     """
     if seconds <= bound * _NEAR or math.inf in map(problem.limit_of, _two_ranks(problem)):
         return bound, bound_from
-    if bound <= lower_bound(replace(problem, limits=math.inf))[0] * _NEAR:
+    if bound <= lower_bound(replace(_free(problem), limits=math.inf))[0] * _NEAR:
         return bound, bound_from
-    return max((bound, bound_from), bound_of_orders(problem))
+    better = bound_of_orders(problem)
+    return better if better[0] > bound * (1 + ROUNDING) else (bound, bound_from)
 
 
 def _two_ranks(problem: Problem) -> tuple[int, int]:
     """The rank of stage 0, which holds a microbatch longest, and the one whose first forward comes last."""
     return problem.rank_of_stage[0], max(range(problem.num_ranks), key=problem.rank_of_stage.index)
+
+
+def _free(problem: Problem) -> Problem:
+    """The problem if its recomputes take no time."""
+    return replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
 
 
 def bound_of_orders(problem: Problem, states: int = _STATES) -> tuple[float, str]:
@@ -73,7 +79,7 @@ def bound_of_orders(problem: Problem, states: int = _STATES) -> tuple[float, str
         problem: the problem.
         states: after this number of states the search for the best orders of two ranks stops.
     """
-    free = replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
+    free = _free(problem)
     turns, found = Turns(free), [(0.0, "no order of two ranks")]
     outer, inner = _two_ranks(problem)
     if outer != inner:
