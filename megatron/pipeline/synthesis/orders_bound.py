@@ -33,7 +33,7 @@ from megatron.pipeline.synthesis.bound import Turns, lower_bound
 from megatron.pipeline.synthesis.path import own_places, path_seconds, weight_seconds
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem
 
-_STATES = 20_000
+_LEAST_STATES, _STATES_OF_MICROBATCH, _MOST_STATES = 20_000, 800, 50_000
 _NEAR = 1.02
 _BITS = 40  # of the longest time, counted in whole units so that sums are exact
 
@@ -70,15 +70,18 @@ def _free(problem: Problem) -> Problem:
     return replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
 
 
-def bound_of_orders(problem: Problem, states: int = _STATES) -> tuple[float, str]:
+def bound_of_orders(problem: Problem, states: int | None = None) -> tuple[float, str]:
     """Return a lower bound in seconds from the orders of two ranks, and its origin in words; 0 for one rank.
 
     Where microbatches are kept, the bound holds for any choice of them.
 
     Args:
         problem: the problem.
-        states: after this number of states the search for the best orders of two ranks stops.
+        states: after this number of states the search for the best orders of two ranks stops; None: a number that
+            grows with that of the microbatches.
     """
+    if states is None:
+        states = max(_LEAST_STATES, min(_MOST_STATES, _STATES_OF_MICROBATCH * problem.num_microbatches))
     free = _free(problem)
     turns, found = Turns(free), [(0.0, "no order of two ranks")]
     outer, inner = _two_ranks(problem)
@@ -205,7 +208,7 @@ class Orders:
                 more[place] += size * (place > forward)
         return needs, more
 
-    def least(self, states: int = _STATES) -> float:
+    def least(self, states: int) -> float:
         """Return the least seconds of an order, or less where the search stops after this number of states."""
         count, m = len(self._places), self._problem.num_microbatches
         slots = [self._slots(size) for _, _, _, size in self._parts]
