@@ -64,7 +64,7 @@ def test_no_order_of_all_ranks_beats_the_orders_of_two():
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_same_on_larger_problems():
-    _hold(range(1000, 1150), 20_000)
+    _hold(range(1000, 1150), 3_000)
 
 
 @pytest.mark.full
