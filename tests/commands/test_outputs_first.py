@@ -1,12 +1,11 @@
 """Files that cannot be written are refused before the work; an error in writing costs no earlier file."""
 
-import resource
-
 import pytest
 
 from megatron.commands import rank_map, schedule
 from megatron.documents.command_line import require_file
 from tests.commands.in_process import ROOT, runner
+from tests.full_disk import largest_file
 
 RANKS = f"--rank-topology {ROOT / 'examples' / 'topology.yaml'} --pipeline-model-parallel-size 4"
 
@@ -48,12 +47,9 @@ def test_nothing_is_computed_before(tool, work, argv, capsys, monkeypatch, tmp_p
 )
 def test_a_disk_that_is_full_costs_no_earlier_file(tool, argv, name, capsys, tmp_path):
     """The error names the file, which holds what it held before."""
-    path, limits = tmp_path / name, resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / name
     path.write_text("earlier")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
-    try:
+    with largest_file(8):
         status, _, err = runner(tool, capsys)(*argv.split(), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 2 and err.splitlines()[-1] == f"error: {path}: File too large"
     assert path.read_text() == "earlier" and [each.name for each in tmp_path.iterdir()] == [name]

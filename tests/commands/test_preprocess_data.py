@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import json
 import lzma
-import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from megatron import backend
 
 backend.install()
 from megatron.commands import preprocess_data
+from tests.full_disk import largest_file
 
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 
@@ -103,13 +103,9 @@ def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(tmp_path, documen
     path = write_lines(tmp_path / "in.jsonl", [[5, 6, 7]] * documents)
     argv = ["--input", path, "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
             "--vocab-size", "100"]  # fmt: skip
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
-    try:
-        with pytest.raises(ValueError, match=f"--output-prefix {tmp_path}/out cannot be written .*make room"):
-            preprocess_data.preprocess(preprocess_data.parse_args(argv))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    reason = f"--output-prefix {tmp_path}/out cannot be written .*make room"
+    with largest_file(16), pytest.raises(ValueError, match=reason):
+        preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert sorted(found.name for found in tmp_path.iterdir()) == ["in.jsonl", "out_text_document.idx"]
     assert (tmp_path / "out_text_document.idx").read_bytes() == b"earlier"
 

@@ -1,7 +1,6 @@
 """Files that are written whole or not at all."""
 
 import os
-import resource
 import stat
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from unittest import mock
 import pytest
 
 from megatron.documents.files import write_whole
+from tests.full_disk import largest_file
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -70,11 +70,7 @@ def test_what_was_printed_to_an_open_file_stays(tmp_path, name):
 
 def test_an_error_names_the_file_which_is_not_there(tmp_path):
     """The one that writing raises names none."""
-    path, limits = tmp_path / "a.json", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as error:
-            write_whole(path, "more than eight bytes")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    path = tmp_path / "a.json"
+    with largest_file(8), pytest.raises(OSError, match="File too large") as error:
+        write_whole(path, "more than eight bytes")
     assert error.value.filename == str(path) and not list(tmp_path.iterdir())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.metrics import read_metrics
 from tests.finetuning import tiny
 from tests.finetuning.captures import remembered
+from tests.full_disk import largest_file
 
 
 @dataclass
@@ -225,14 +226,12 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     return Outcome(lines, {name: each.detach() for name, each in masters.state_dict().items()})
 
 
-def refused(folder: Path, argv: Sequence[str], *, largest_file: int | None = None) -> str:
-    """The sentence with which a run ends. `largest_file`: bytes that the last rank can write into one."""
-    if largest_file is not None and dist.get_rank() == dist.get_world_size() - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+def refused(folder: Path, argv: Sequence[str], *, room: int | None = None) -> str:
+    """The sentence with which a run ends. `room`: bytes that the last rank can write into a file."""
+    is_full = room is not None and dist.get_rank() == dist.get_world_size() - 1
     try:
-        finetune(folder, "sequence-classification", argv=argv, name="refused")
+        with largest_file(room) if is_full else contextlib.nullcontext():
+            finetune(folder, "sequence-classification", argv=argv, name="refused")
     except ValueError as error:
         return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return ""

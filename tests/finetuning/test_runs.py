@@ -359,7 +359,7 @@ def test_strategies_say_when(folder):
 def test_all_ranks_know_what_one_cannot_do(folder):
     """A disk that is full for one rank, and a checkpoint of which one rank's file is damaged."""
     argv = ["--partition", cases.partition(folder, CLASSES, (0, 1)), "--max_steps", 1, "--save_strategy", "steps"]
-    full = workers.run(2, f"{CASES}:refused", folder=folder, argv=tuple(map(str, argv)), largest_file=4000)
+    full = workers.run(2, f"{CASES}:refused", folder=folder, argv=tuple(map(str, argv)), room=4000)
     assert full[0] == full[1]
     assert re.fullmatch(r".*partial cannot be written by rank 1: .*; make room, or give another --output_dir", full[0])
     assert not list((folder / "refused").glob("*checkpoint-*"))

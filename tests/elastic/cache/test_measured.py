@@ -2,13 +2,13 @@
 
 import math
 import os
-import resource
 
 import pytest
 
 from megatron.elastic.cache import measure
 from megatron.elastic.cache.measured import Measured, reading_pays
 from tests.elastic.cache.children import call
+from tests.full_disk import largest_file
 
 
 def test_medians_of_samples():
@@ -52,8 +52,8 @@ def test_measure(tmp_path):
 
 
 def without_room(folder):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
-    seconds = measure(folder, 1 << 20)
+    with largest_file(1 << 18):
+        seconds = measure(folder, 1 << 20)
     return [seconds.read, seconds.write, seconds.put], os.listdir(folder)
 
 

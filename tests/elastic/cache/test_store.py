@@ -2,7 +2,6 @@
 
 import logging
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -13,6 +12,7 @@ import pytest
 from megatron.elastic.cache import store
 from tests.elastic.cache.cases import LARGE, open_cache, outputs, same
 from tests.elastic.cache.children import call, result, start
+from tests.full_disk import largest_file
 
 LIMIT = 2 << 20
 ROOM = 63  # one slot stays free, so that older values need not make way before newer ones are there
@@ -244,8 +244,7 @@ def test_older_ones_are_forgotten(tmp_path):
 
 def write_with_file_limit(folder):
     """The system refuses to make a file larger than 1 MiB, as a full disk does."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    with open_cache(folder, LARGE) as cache:
+    with largest_file(1 << 20), open_cache(folder, LARGE) as cache:
         put_all(cache, range(80))
         here = present(cache, range(80))
         put_all(cache, range(80))

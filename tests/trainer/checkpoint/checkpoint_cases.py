@@ -1,11 +1,11 @@
 """What the worker processes do in test_checkpoint.py. Each case leaves no parallel state behind."""
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
 import queue
-import resource
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts,
 from megatron.trainer.checkpoint.directory import iteration_directory
 from megatron.trainer.checkpoint.state import random_state
 from megatron.trainer.checkpoint.writer import CheckpointWriter
+from tests.full_disk import largest_file
 from tests.trainer.checkpoint import small_run
 
 SAVED_AT = 3
@@ -277,15 +278,12 @@ def fail_to_write(directory, changes, failing_rank, asynchronous):
     that the next save works."""
     run = _started(changes)
     writer = _save(run, directory, iteration=1)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == failing_rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     message = None
-    try:
-        _save(run, directory, iteration=2, async_save=asynchronous).finish()
-    except ValueError as error:
-        message = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with largest_file(4096) if dist.get_rank() == failing_rank else contextlib.nullcontext():
+        try:
+            _save(run, directory, iteration=2, async_save=asynchronous).finish()
+        except ValueError as error:
+            message = str(error)
     dist.barrier()
     names = sorted(os.listdir(directory))
     dist.barrier()

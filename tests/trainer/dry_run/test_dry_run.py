@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import runpy
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from megatron.trainer.dry_run.dry_run import check_job, prove
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
 from tests import workers
+from tests.full_disk import largest_file
 from tests.pipeline.brought_programs import FOLDED, KEPT, KEPT_AND_SWAPS, TORCH, written
 from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
@@ -49,12 +49,8 @@ def dry(run_words):
 
 
 def test_a_file_that_has_no_room_is_named_and_is_not_there(dry, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
+    with largest_file(100):
         status, _, err, found = dry("--dry-run 1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (status, err) == (1, f"pretrain_gpt.py: error: {tmp_path}/dry.json: File too large\n") and found == {}
 
 

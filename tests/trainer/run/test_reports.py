@@ -5,10 +5,9 @@ import importlib.util
 import json
 import math
 import re
-import resource
 import sys
 import types
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -24,6 +23,7 @@ from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.log_line import LogInterval, Progress, log_line
 from megatron.trainer.report.metrics import MetricsFile, flops_per_sample, read_metrics
 from megatron.trainer.report.profiler import Profiler
+from tests.full_disk import largest_file
 from tests.trainer.arguments.command_line import arguments
 
 
@@ -86,17 +86,6 @@ def test_metrics_file_is_whole_lines(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=r"--metrics-file .* cannot be written"):
         MetricsFile(str(tmp_path / "folder"))
-
-
-@contextmanager
-def largest_file(num_bytes):
-    """Files of this process can grow no further, as on a disk that is full behind them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_metrics_file_on_a_full_disk(tmp_path, caplog):
