@@ -21,6 +21,7 @@ trained layers are kept; master weights and older versions of frozen layers beco
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -168,10 +169,12 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
 def require_same_groups(request: dict, saved: dict | None, optimizer: MegatronOptimizer) -> None:
     """Raise CheckpointError if `saved` has more or fewer groups of parameters than `request`, so that none fit.
 
-    The distributed optimizer matches groups by what they say.
+    The distributed optimizer matches groups by what they say, and only lacks one where `saved` has fewer.
     """
     here, there = _counts_of_groups(request), _counts_of_groups(saved or {})
-    if is_distributed(optimizer) or len(here) != len(there) or here == there:
+    if len(here) != len(there) or here == there:
+        return
+    if is_distributed(optimizer) and all(map(operator.le, here, there)):
         return
     raise CheckpointError(
         f"the checkpoint's optimizer has {counted(sum(there), 'group')} of parameters by learning rate and weight "

@@ -340,10 +340,12 @@ def _with_groups_of(saved: StateDict, own: StateDict, *, optimizer: MegatronOpti
     """The state `own`, with its missing values from `saved`, and the matching saved group for each of its groups."""
     saved = copy.deepcopy(saved)
     state, current = _over(saved, own), optimizer.state_dict()
-    found = {_kind(group): group for group in saved.get("optimizer", saved)["param_groups"]}
+    theirs = saved.get("optimizer", saved)["param_groups"]
+    groups = current.get("optimizer", current)["param_groups"]
+    found = dict(zip(_kinds(theirs), theirs, strict=True))
     state.get("optimizer", state)["param_groups"] = [
-        {**found[_kind(each)], **{name: each[name] for name in _OWN_OF_GROUPS if name in each}}
-        for each in current.get("optimizer", current)["param_groups"]
+        {**found[kind], **{name: each[name] for name in _OWN_OF_GROUPS if name in each}}
+        for kind, each in zip(_kinds(groups), groups, strict=True)
     ]
     return state
 
@@ -351,9 +353,17 @@ def _with_groups_of(saved: StateDict, own: StateDict, *, optimizer: MegatronOpti
 _OWN_OF_GROUPS = ("params", "is_expert_parallel", "muon")
 
 
-def _kind(group: dict) -> tuple:
-    is_muons = group.get("muon") is not None  # the layout of its matrices differs between degrees
-    return is_muons, *(group[name] for name in ("wd_mult", "lr_mult", "is_decoupled_lr") if name in group)
+def _kinds(groups: Sequence[dict]) -> list[tuple]:
+    """What each group is found by: groups of one kind, as those of `--decoupled-lr`, have the same order in every run.
+
+    Muon's groups of a kind have the same options. They differ in the layout of matrices, which depends on the degrees.
+    """
+    kinds: list[tuple] = []
+    for group in groups:
+        is_muons = group.get("muon") is not None
+        kind = is_muons, *(group[name] for name in ("wd_mult", "lr_mult", "is_decoupled_lr") if name in group)
+        kinds.append((*kind, 0 if is_muons else sum(each[:-1] == kind for each in kinds)))
+    return kinds
 
 
 _MASTERS = "fp32_from_fp16_params"

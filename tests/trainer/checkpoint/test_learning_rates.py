@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.trainer.run.run_case import train
+from megatron import backend
+
+backend.install()  # before anything imports megatron.core
+
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
+from tests.trainer.run.run_case import numbered_names, train
 
 OVERRIDE = "--override-opt_param-scheduler"
 CHECKPOINTS = "--use-checkpoint-opt_param-scheduler"
@@ -14,6 +20,19 @@ OTHERS = "--lr 1e-3 --decoupled-lr 2e-3"
 def rates_of(run):
     """For `watch`: the learning rates of the groups that have parameters, at the end."""
     return lambda: sorted({group["lr"] for group in run.optimizer.param_groups if group["params"]})
+
+
+def rates_by_parameter(run):
+    """For `watch`: the learning rate of each parameter, by its name in the whole model, at the end."""
+
+    def rates() -> dict[str, float]:
+        names = {id(value): name for chunk in run.chunks for name, value in numbered_names(unwrap_model(chunk))}
+        return {
+            names[id(parameter)]: group["lr"]
+            for each in optimizers_of(run.optimizer) for group in each.param_groups for parameter in group["params"]
+        }  # fmt: skip
+
+    return rates
 
 
 def refusal_case(**options) -> str:
@@ -54,6 +73,30 @@ def test_other_optimizers_follow_the_command_line(num_ranks, flags, tmp_path):
     flags = flags.replace("3e-3", "4e-3")
     resumed = train(num_ranks, f"{FLAGS} {OTHERS} {flags} --load {tmp_path} {OVERRIDE}", watch=f"{__name__}:rates_of")
     assert resumed[0]["watched"] == [1e-3, 2e-3, *([4e-3] if "4e-3" in flags else [])]
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.full)], ids=["to more parts", "to fewer parts"]
+)
+def test_each_group_has_its_rates_at_other_degrees(there, here, tmp_path):
+    """Experts that ranks share out have an optimizer of their own; nothing else is said of the schedule."""
+    flags = f"{FLAGS} {RATES} --num-experts 4 --moe-aux-loss-coeff 1e-2"
+    train(2, f"{flags} --expert-model-parallel-size {there} --save {tmp_path} --exit-interval 2")
+    resumed = train(
+        2, f"{flags} --expert-model-parallel-size {here} --load {tmp_path}", watch=f"{__name__}:rates_by_parameter"
+    )
+    for rates in (each["watched"] for each in resumed):
+        ends = {name: rate for name, rate in rates.items() if "word_embeddings" in name or "output_layer" in name}
+        assert set(ends.values()) == {5e-3} and len(ends) == 2
+        assert {rates[name] for name in rates.keys() - ends.keys()} == {1e-2}
+
+
+def test_the_distributed_optimizer_lacks_no_group_either(tmp_path):
+    flags = f"{FLAGS} --bf16 --use-distributed-optimizer --lr 1e-2"
+    train(1, f"{flags} --save {tmp_path} --exit-interval 2")
+    function = f"{__name__}:refusal_case"
+    [said] = train(1, f"{flags} --decoupled-lr 5e-3 {OVERRIDE} --load {tmp_path}", function=function)
+    assert "optimizer has 2 groups of parameters by learning rate and weight decay, and this run has 3" in said
 
 
 @pytest.mark.parametrize(
