@@ -174,6 +174,7 @@ def test_l2l_is_shown_proved_timed_and_drawn(run, tmp_path):
         ("check --schedule flush --host-update eager", 2, "--host-update has no effect on weights on the device"),
         ("simulate --schedule 2bw --fetch 1", 2, "--fetch has no effect on weights on the device"),
         ("check --schedule l2l --hardware-queues 8", 1, "what lanes between device and host launch is not modelled"),
+        ("check --schedule flush --virtual-stages 2", 1, "1f1b has one stage on each rank, not 2"),
         ("check --schedule l2l --microbatch-group-size 4", 1, "relay takes a whole batch as one group"),
     ],
 )

@@ -111,6 +111,7 @@ def synthesize_keeping(
     processes: int = 1,
     known: Sequence[Words] = (),
     done: Callable[[float], None] = lambda _: None,
+    tightens: bool = True,
 ) -> Synthesis:
     """Search for the fastest program in which any microbatches of `problem.recomputed` are recomputed.
 
@@ -118,9 +119,11 @@ def synthesize_keeping(
     those of `synthesize`.
     """
     ways, effort = ways_of(moves, problem), {"rounds": rounds, "seed": seed, "processes": processes}
-    search = partial(synthesize, **effort)
+    search = partial(synthesize, tightens=False, **effort)
     if not ways:
         found = _recomputing(problem, search, seconds, known, done)
+        if not tightens:
+            return found
         bound, bound_from = tightened(problem, found.bound, found.bound_from, found.seconds)
         return replace(found, bound=bound, bound_from=bound_from)
     bound, bound_from = bound_of_any_choice(problem, ways)

@@ -173,6 +173,7 @@ def synthesize(
     processes: int = 1,
     known: Sequence[Words] = (),
     done: Callable[[float], None] = lambda _: None,
+    tightens: bool = True,
 ) -> Synthesis:
     """Search for the fastest program of a problem.
 
@@ -180,14 +181,15 @@ def synthesize(
         problem: costs and limits.
         moves: where saved activations may wait: `none`, `host`, on the other rank of a `pair`, or the `best` of these.
             A program without moves is always among those that are compared.
-        seconds: how long to search, without the time of the round that is under way then. The search ends sooner where
-            the bound is reached.
+        seconds: how long to search, without the time of the round that is under way then, and of `tightens`. The search
+            ends sooner where the bound is reached.
         rounds: the number of rounds of each process, in place of `seconds`. The result then depends on nothing else but
             the seed and the number of processes. With moves, each set of relaxed limits has this number of rounds.
         seed: the seed of all choices at random.
         processes: the number of processes.
         known: further words to begin with, such as those that were found for a smaller limit.
         done: called in the first process behind each round, with the part of the search that is over.
+        tightens: behind the search, the bound may take seconds of its own (`orders_bound.py`).
 
     Raises:
         ValueError: there is no such choice of moves, or a rank has no pair.
@@ -209,7 +211,7 @@ def synthesize(
     bound, bound_from = lower_bound(problem)
     found = _chosen(problem, bound, bound_from, searched(problem, bound), seed)
     if not ways:
-        if rounds != 0 and not problem.kept:
+        if tightens and not problem.kept:
             bound, bound_from = tightened(problem, bound, bound_from, found.seconds)
         return replace(found, bound=bound, bound_from=bound_from)
     bound, bound_from = bound_with_moves(problem, ways)

@@ -50,11 +50,12 @@ def synthesize_fastest(
         problems: one or more.
         recomputes_some: where a problem recomputes all stages, any of its microbatches may be kept, and with `moves`
             any of these may move.
-        seconds: how long to search in all, without the first rounds.
+        seconds: how long to search in all, without the first rounds and the time of the bound (`orders_bound.py`).
         known: programs to begin with, such as those that were found for smaller limits.
         moves, rounds, seed, processes, done: as for `synthesize`.
     """
-    search = partial(synthesize, moves=moves, seed=seed)
+    search, keeping_search = (partial(each, moves=moves, seed=seed, tightens=False)
+                              for each in (synthesize, synthesize_keeping))  # fmt: skip
     begun = []
     for each in problems:
         found = search(each, rounds=0, known=[other.words for other in known if _is_alike(other.problem, each)])
@@ -71,7 +72,7 @@ def synthesize_fastest(
     found += keeping
     for number, each in enumerate(found):
         if each in _leading(found):
-            further = (partial(synthesize_keeping, moves=moves, seed=seed) if each in keeping else search)(
+            further = (keeping_search if each in keeping else search)(
                 each.problem, seconds=seconds / len(found), rounds=rounds, processes=processes, known=[each.words],
                 done=lambda part, number=number: done((number + part) / len(found)),
             )  # fmt: skip

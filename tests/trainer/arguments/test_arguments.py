@@ -444,7 +444,7 @@ def test_parsing_needs_no_torch():
     """A wrong command line is refused in well under a second: parsing imports neither torch nor megatron.core."""
     code = (
         "import sys; import megatron.trainer.arguments; "
-        "assert not {'torch', 'megatron.core', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+        "assert not {'torch', 'megatron.core', 'numpy', 'rich'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
 

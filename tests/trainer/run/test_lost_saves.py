@@ -101,7 +101,7 @@ CASES = {
         FLUSH, COPIES, [[0, "committed", 2, "SIGKILL"], [2, "new program", 1, "SIGKILL"]], ["4 complete"],
     ),
 }  # fmt: skip
-USUAL = list(CASES)[:2]
+USUAL = [*list(CASES)[:2], "another in the gather"]
 SAVED = {2, 4, 6}
 BEHIND_THE_SAVE = [name for name in CASES if "slow" in name]
 """Cases where ranks have left the save's border when one is lost, so they save next at the next border."""

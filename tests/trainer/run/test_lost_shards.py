@@ -24,7 +24,6 @@ def lost(job) -> list[int]:
     return [moment.rank for moment in job.moments if moment.is_loss]
 
 
-@pytest.mark.full  # usual: test_returning_shards.py
 def test_a_lost_shard_comes_from_its_copy(tmp_path):
     """2bw, two replicas: one rank dies before the gather of weights to which others have stepped, then one of the other
     stage before it sends its gradients on. The checkpoint behind is a usual one."""
