@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron import backend
 from megatron.documents import counted
 from megatron.pipeline.runtime.failure.agreement import agreed, gathered
+from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
@@ -96,6 +97,26 @@ def tell_new_processes(run: Run, membership: Membership) -> None:
     if membership.rank == 0:
         kinds = pickle.dumps(run.optimizer.kinds_of_parameters)
         membership.ask(lambda store: store.set(_KINDS, kinds))
+
+
+_PACE = 0.02  # seconds between two looks at the store
+
+
+def accept_losses(membership: Membership) -> None:
+    """Accept losses from the moment on when all ranks have built their parts, which this waits for. Collective.
+
+    A rank that trained earlier could break the collectives with which another one still builds its part. A new process
+    does not wait, since all ranks of the job that it joins have built theirs.
+
+    Raises OnThisRank if a rank is lost before.
+    """
+    keys = [f"built/{rank}" for rank in range(membership.world_size)]
+    membership.ask(lambda store: store.set(keys[membership.rank], ""))
+    while not membership.ask(lambda store: store.check(keys)):
+        if membership.alarm is not None:
+            raise OnThisRank(f"{membership.alarm}, while the ranks built their parts; start the job again")
+        time.sleep(_PACE)
+    membership.accept_losses()
 
 
 def _read(

@@ -31,7 +31,7 @@ from megatron.trainer.checkpoint.ownership import release_all
 from megatron.trainer.plan.arrangement import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import configure_logging
-from megatron.trainer.run.assembly import assemble, assemble_alone, tell_new_processes
+from megatron.trainer.run.assembly import accept_losses, assemble, assemble_alone, tell_new_processes
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.run import TrainingProgram
@@ -92,7 +92,7 @@ def pretrain(
         gc.freeze()
         run.is_kept_out_of_collections = True
         if lost_ranks is not None:
-            lost_ranks.membership.accept_losses()
+            accept_losses(lost_ranks.membership)
             stop.means_loss = is_ended_with_node
             if run.writer is not None:
                 run.writer.interrupted = lambda: lost_ranks.membership.alarm is not None

@@ -109,6 +109,7 @@ class Places:
         from megatron.trainer.checkpoint.checkpoint import Restoration
         from megatron.trainer.report.log import Reporter
         from megatron.trainer.run import loop as loop_module
+        from megatron.trainer.run import pretraining
         from megatron.trainer.run.loop import Loop
         from megatron.trainer.run.lost_ranks import LostRanks
         from megatron.trainer.run.lost_shards import LostShards
@@ -144,6 +145,7 @@ class Places:
         _around(
             BaseUpdate, "_fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
         )
+        _around(pretraining, "tell_new_processes", before=of_time("built"))
         _around(run_module, "build_optimizer", after=of_time("build"))  # at the start for the first time
         _around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))
         _around(update, "gather_weights", before=of_time("gather"), after=of_time("gathered"))

@@ -38,6 +38,27 @@ def test_rank_0_comes_back(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("what", ["sleep 4", "SIGKILL"])
+def test_a_rank_is_lost_before_the_first_batch_is_done(tmp_path, what):
+    """Rank 0 is the last to build its part, and has still to tell new processes how they build theirs. If it dies, the
+    job ends. Otherwise rank 1 trains only behind that, is killed in its first forward, and comes back."""
+    losses = [[0, "built", 1, what], [1, "forward", 1, "SIGKILL"], [0, "forward", 3, "newcomer"]]
+    flags = f"--global-batch-size 4 --train-iters 6 {DECAY}"
+    job = run(tmp_path, 2, f"{flags} --pipeline-model-parallel-size 1", losses, max_restarts=1)
+    if what == "SIGKILL":
+        job.outcome.assert_failed_clearly("rank 0 ", "was killed by SIGKILL; the job is ended")
+        assert [moment.rank for moment in job.moments if moment.is_loss] == [0], job.outcome.output
+        return
+    assert_nothing_lost(job, flags)
+    slept, killed = (
+        next(each.time for each in job.moments if each.what.startswith(what)) for what in ("built", "forw")
+    )
+    assert killed - slept > 4, job.moments
+    lost, back = changes_recorded(job, world_size=2)
+    assert (lost["iteration"], lost["ranks"], back["joined_ranks"]) == (0, 1, [1]), job.outcome.output
+
+
+@pytest.mark.full
 def test_ranks_come_back_one_after_another(tmp_path):
     """2bw: rank 0 and the writer of the log are lost. One of them comes back to a job that still lacks the other."""
     losses = [[0, "forward", 3, "SIGKILL"], [3, "chain", 4, "SIGSTOP"]]
