@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,19 +103,25 @@ def tell_new_processes(run: Run, membership: Membership) -> None:
 _PACE = 0.02  # seconds between two looks at the store
 
 
-def accept_losses(membership: Membership) -> None:
+def accept_losses(membership: Membership, timeout: timedelta) -> None:
     """Accept losses from the moment on when all ranks have built their parts, which this waits for. Collective.
 
     A rank that trained earlier could break the collectives with which another one still builds its part. A new process
     does not wait, since all ranks of the job that it joins have built theirs.
 
-    Raises OnThisRank if a rank is lost before.
+    Raises OnThisRank if a rank is lost before, or does not come within `timeout`.
     """
     keys = [f"built/{rank}" for rank in range(membership.world_size)]
+    deadline = time.monotonic() + timeout.total_seconds()
     membership.ask(lambda store: store.set(keys[membership.rank], ""))
     while not membership.ask(lambda store: store.check(keys)):
         if membership.alarm is not None:
             raise OnThisRank(f"{membership.alarm}, while the ranks built their parts; start the job again")
+        if time.monotonic() > deadline:
+            raise OnThisRank(
+                f"another rank has not built its part within {timeout}; see what it waits for, or give a longer "
+                "--distributed-timeout-minutes"
+            )
         time.sleep(_PACE)
     membership.accept_losses()
 

@@ -92,7 +92,7 @@ def pretrain(
         gc.freeze()
         run.is_kept_out_of_collections = True
         if lost_ranks is not None:
-            accept_losses(lost_ranks.membership)
+            accept_losses(lost_ranks.membership, timeout)
             stop.means_loss = is_ended_with_node
             if run.writer is not None:
                 run.writer.interrupted = lambda: lost_ranks.membership.alarm is not None

@@ -3,9 +3,19 @@
 import json
 import re
 from collections import Counter
+from datetime import timedelta
+from unittest import mock
 
 import pytest
+from torch.distributed import TCPStore
 
+from megatron import backend
+
+backend.install()  # before anything imports megatron.core
+
+from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.runtime.failure.membership import Membership
+from megatron.trainer.run.assembly import accept_losses
 from tests.trainer.run.lost_rank_jobs import (
     assert_drawn,
     assert_nothing_lost,
@@ -35,6 +45,20 @@ def test_rank_0_comes_back(tmp_path):
     assert "a batch takes as long as before any loss" in job.outcome.output, job.outcome.output
     assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000005", "iter_0000010"]
     assert not list((tmp_path / "saved").glob(".owner*"))
+
+
+def test_a_rank_that_never_builds_its_part_is_not_waited_for_without_end():
+    membership = Membership(TCPStore("127.0.0.1", 0, is_master=True), 0, 1, failure_timeout=60.0)
+    membership.begin()
+    try:
+        accept_losses(membership, timedelta(seconds=60))
+        with (
+            mock.patch.object(membership, "world_size", 2),
+            pytest.raises(OnThisRank, match="another rank has not built its part within "),
+        ):
+            accept_losses(membership, timedelta(seconds=0.2))
+    finally:
+        membership.leave()
 
 
 @pytest.mark.full
