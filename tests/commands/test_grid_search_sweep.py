@@ -37,6 +37,22 @@ def test_points_are_the_best_of_searches(run):
     assert f"the knee is at {knees[0]} GPUs" in found["notes"][0] and knees[0] in (16, 32)
 
 
+@pytest.mark.full
+def test_parts_of_nodes_have_parts_of_their_network(run):
+    """Each point is the search's on as many such nodes, and one note says what they have."""
+    common = [*MODEL, "--global-batch-size", 256, "--gpus-per-node", 2, "--json"]
+    status, out, _ = run("sweep", *common, "--gpus", "2,8,16")
+    found = json.loads(out)
+    assert status == 0 and [note for note in found["notes"] if "--network" in note] == [
+        "2 of a node's 8 GPUs are assumed to have their share of its network, "
+        "0.7812 of 3.125 GB/s; --network changes that"
+    ]
+    for point in found["points"][1:]:
+        argv = [*common, "--nodes", point["num_gpus"] // 2, "--network", 3.125 / 4]
+        best = json.loads(run("search", *argv)[1])["best"][0]
+        assert point["iteration_seconds"] == best["iteration_seconds"]
+
+
 def test_sequence_lengths_keep_the_tokens_of_a_batch(run):
     """Half as many sequences of twice the length, with as many positions; the length of the flags stays as it is."""
     argv = [*MODEL, "--gpus", "8", "--sequence-lengths", "2048,1024", "--json"]

@@ -164,6 +164,18 @@ def test_the_smallest_first():
     assert run(SMALL, cluster(0.9), objective="cost", **space).kept == fast.kept
 
 
+@pytest.mark.full
+def test_order_is_the_same_every_time():
+    """From the fastest on; as many as were asked for are simulated, and nothing that is not stands before them."""
+    first, second = (run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=3) for _ in range(2))
+    assert first == second and first.rejected
+    speeds = [float(f"{each.sequences_per_second:.9g}") for each in first.kept]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(each.is_simulated for each in first.kept[:3])
+    assert sum(each.is_simulated for each in first.kept) <= 12
+    assert len({each.choice for each in first.kept}) == len(first.kept)
+
+
 @pytest.mark.parametrize("num_simulated", [0, 3])
 def test_slow_moves_are_known_with_and_without_a_simulation(num_simulated):
     """Across nodes they take longer than a forward, and the program waits for them: pairs within a node stand first."""

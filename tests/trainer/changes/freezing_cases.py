@@ -132,10 +132,12 @@ def train_watched(num_ranks: int, flags: str, **options) -> list[dict]:
     return train(num_ranks, f"{FREEZES} {flags}", watch=WATCH, **options)
 
 
-def reference(flags: str, *, replicas: int = 1) -> dict:
+def reference(flags: str, *, replicas: int = 1, data: str | None = None, **options) -> dict:
     """The same of plain torch; `flags` without degrees."""
-    flags = f"{FREEZES} {flags} {run_case.data_flags()}"
-    [found] = workers.run(1, "tests.trainer.changes.freezing_reference:reference", flags=flags, replicas=replicas)
+    flags = f"{FREEZES} {flags} {data or run_case.data_flags()}"
+    [found] = workers.run(
+        1, "tests.trainer.changes.freezing_reference:reference", flags=flags, replicas=replicas, **options
+    )
     return found
 
 

@@ -21,7 +21,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import LossScale,
 from tests.trainer.run.run_case import BASE, numbered_names, training_program
 
 
-def reference(flags: str, *, replicas: int = 1) -> dict:
+def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, replicas: int = 1) -> dict:
     """By batch losses, norms (of layers, too), the layers that are frozen and the validation loss behind it; weights
     and moments at the end.
 
@@ -35,8 +35,8 @@ def reference(flags: str, *, replicas: int = 1) -> dict:
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
-    defaults, trained = training_program("pretrain_gpt")
-    args, _ = complete(parse_args(f"{BASE} {flags}".split(), defaults=defaults))
+    defaults, trained = training_program(program)
+    args, _ = complete(parse_args(f"{base} {flags}".split(), defaults=defaults))
     args = initialize.set_up(args)
     tokenizer = build_tokenizer(args)
     args = replace(args, padded_vocab_size=padded_vocab_size(args, tokenizer))

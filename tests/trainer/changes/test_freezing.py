@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests import workers
+from tests.trainer.arguments import bert_command_line
 from tests.trainer.changes.freezing_cases import (
     CLOSE,
     EXACT,
@@ -122,6 +123,20 @@ def test_the_case_with_loss_scales_overflows(name):
     """Before and behind a change."""
     overflows = [batch["overflow"] for batch in expected(TABLE[name].flags, 1)["batches"]]
     assert any(overflows[:2]) and any(overflows[2:]) and not all(overflows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_bert(schedule, ranks):
+    base = (
+        f"{bert_command_line.SMALL_BERT} --num-workers 0 --log-interval 1 --eval-iters 0 --hidden-size 32"
+        " --lr-decay-style constant --lr 1e-2"
+    )
+    options = {"program": "pretrain_bert", "base": base}
+    flags = f"--pipeline-schedule {schedule} --freeze-schedule 1,2,3"
+    found = train_watched(ranks, f"{flags} {bert_command_line.data_flags()}", **options)
+    assert_same(found, reference(flags, data=bert_command_line.data_flags(), **options), EXACT)
 
 
 def _validations(results: list[dict]) -> dict[int, float]:

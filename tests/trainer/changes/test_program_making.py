@@ -295,6 +295,35 @@ def test_2bw_keeps_both_versions_through_the_change(tmp_path):
         assert rank["gradients"] == same["gradients"][5:]
 
 
+@pytest.mark.full
+def test_2bw_changes_stages_in_a_v():
+    """To rows that are faster by the costs; bit-equal to 2bw in one process."""
+    free = "--clip-grad 0 --untie-embeddings-and-output-weights --train-iters 7"
+    ranks = changing(f"{V} {W2} {free}", costs=UNEVEN)
+    expected = run_case.train(1, f"{SAME} --pipeline-schedule 2bw {free}")
+    assert ranks[-1]["losses"] == expected[-1]["losses"] and len(ranks[-1]["losses"]) == 7
+    weights = run_case.joined_weights(ranks)
+    assert all(torch.equal(weights[name], each) for name, each in expected[0]["weights"].items())
+    lines = "\n".join(ranks[-1]["lines"])
+    assert "auto: from iteration 6 on the program is sha256" in lines
+    assert "that of a repeating pattern, with which the job began, takes" in lines
+
+
+@pytest.mark.full
+def test_2bw_changes_what_it_recomputes():
+    """It begins with recomputes, where memory is short for equal layers, and measures them. With a heavy last stage it
+    goes on without: each rank holds one microbatch, and rank 1 is always busy. Bit-equal to 2bw, with its gradients."""
+    limit = "--pipeline-memory-limit 0.0008 --distributed-backend gloo --train-iters 7"
+    ranks = changing(f"{W2} --pipeline-recompute {limit}", costs=HEAVY)
+    assert_same(ranks, run_case.train(2, f"{SAME} --pipeline-schedule 2bw --train-iters 7"), num_batches=7)
+    (measured, _) = (rank["measured"][0] for rank in ranks)
+    assert all(again != once for again, once in zip(measured.recompute, measured.forward, strict=True))
+    lines = ranks[-1]["lines"]
+    assert any(line.startswith("auto: from iteration 6 on the program is sha256") for line in lines)
+    assert "auto: recomputed: nothing" in lines
+    assert [rank["saved_microbatches"] for rank in ranks] == [{0: 1}, {1: 1}]
+
+
 @pytest.mark.parametrize(
     ("extra", "costs", "said"),
     [
