@@ -10,6 +10,7 @@ states the fault.
 import collections
 import functools
 import warnings
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -146,6 +147,16 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
         return set_states(self, model_param, {**tensors, "step": self.optimizer.state[main_param]["step"]})
 
 
+def places_among_alike(keys: Sequence[Hashable]) -> list[int]:
+    """For each key, the number of equal keys before it."""
+    seen: collections.Counter = collections.Counter()
+    places = []
+    for key in keys:
+        places.append(seen[key])
+        seen[key] += 1
+    return places
+
+
 def _repair_groups_that_look_alike(optimizer_class) -> None:
     """Load each group of parameters from its own saved group.
 
@@ -164,11 +175,9 @@ def _repair_groups_that_look_alike(optimizer_class) -> None:
         given = saved["param_groups"]
         saved["param_groups"] = [dict(group) for group in given]
         for groups in (own, saved["param_groups"]):
-            seen = collections.Counter()
-            for group in groups:
-                key = tuple(group.get(name) for name in _KEY_OF_GROUP)
-                group["lr_mult"] = (group["lr_mult"], seen[key])
-                seen[key] += 1
+            keys = [tuple(group.get(name) for name in _KEY_OF_GROUP) for group in groups]
+            for group, place in zip(groups, places_among_alike(keys), strict=True):
+                group["lr_mult"] = (group["lr_mult"], place)
         try:
             return load(self, state)
         finally:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import fcntl
 import glob
 import json
@@ -27,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.documents import GIB, command_line, flag_types
+from megatron.documents.files import with_room
 
 TARGETS = ("torch_dist", "hugging-face", "flags")
 FLAGS_FILE = "flags.txt"
@@ -138,7 +138,7 @@ def _import(options: argparse.Namespace) -> None:
         args = _completed(argv, architecture=architecture)
     output.mkdir(parents=True, exist_ok=True)
     try:
-        with _room(output):
+        with with_room(output):
             (output / FLAGS_FILE).write_text(_as_file(argv))
             _copy_beside(source, output)
             path = write_checkpoint(output, weights, list(weights.tensors.values()), args=args)
@@ -237,13 +237,13 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
         if old is None:
             raise ValueError(f"{path} is a torch_dist checkpoint already; give --to hugging-face")
         options.output.mkdir(parents=True, exist_ok=True)
-        with _room(options.output):
+        with with_room(options.output):
             path = write_checkpoint(options.output, weights, tensors, args=args)
         print(f"wrote {path}")
         return
     config["torch_dtype"] = str(weights.dtype(tensors[0])).removeprefix("torch.")
     config = _described(options, config, given)
-    with _room(options.output), _whole(options.output) as partial:
+    with with_room(options.output), _whole(options.output) as partial:
         write_hugging_face(partial, weights, tensors, largest_file=int(options.max_shard_size * GIB))
         _copy_beside(options.config.parent if options.config else options.source, partial)
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -305,19 +305,6 @@ def _copy_beside(source: Path, folder: Path) -> None:
     for name in BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-@contextlib.contextmanager
-def _room(output: Path) -> Iterator[None]:
-    """Raise ValueError with OUTPUT where a disk is full: the system names no file, or the one that is copied."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise ValueError(
-            f"{output} cannot be written ({error.strerror}); make room, or name a folder elsewhere"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -25,11 +25,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.documents import command_line
-from megatron.documents.files import is_compressed, open_text, require_characters
+from megatron.documents.files import is_compressed, open_text, require_characters, with_room
 from megatron.processes import end_worker_with_parent
 from megatron.trainer.arguments.flags import files as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
@@ -239,17 +238,6 @@ def final_prefixes(args: argparse.Namespace) -> dict[str, str]:
     return {key: f"{args.output_prefix}_{key}_{level}" for key in args.json_keys}
 
 
-@contextmanager
-def _writing(prefix: str) -> Iterator[None]:
-    """Let an OSError, which names no file where a disk is full, name --output-prefix."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"--output-prefix {prefix} cannot be written ({error.strerror or error}); make room, or name another place"
-        ) from error
-
-
 def preprocess(args: argparse.Namespace) -> dict[str, int]:
     """Write the .bin/.idx pairs. Returns the numbers of documents and tokens.
 
@@ -268,22 +256,20 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
     size = None if any(map(is_compressed, args.paths)) else sum(map(os.path.getsize, args.paths))
     progress = _Progress(size, args.log_interval)
     try:
-        with _writing(args.output_prefix):
+        with with_room(f"--output-prefix {args.output_prefix}"):
             builders = {key: IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for key, path in partials.items()}
-        for result in _encoded(args):
-            if isinstance(result, str):
-                raise ValueError(result)
-            documents, num_bytes = result
-            for key, sequences in documents.items():
-                tokens = list(itertools.chain.from_iterable(sequences))
-                with _writing(args.output_prefix):
+            for result in _encoded(args):
+                if isinstance(result, str):
+                    raise ValueError(result)
+                documents, num_bytes = result
+                for key, sequences in documents.items():
+                    tokens = list(itertools.chain.from_iterable(sequences))
                     builders[key].add_document(tokens, list(map(len, sequences)))  # an empty text stays a document
-                counts["tokens"] += len(tokens)
-            counts["documents"] += 1
-            progress.add(num_bytes)
-        if counts["tokens"] == 0:
-            raise ValueError(f"{args.input} has no text under {', '.join(args.json_keys)}")
-        with _writing(args.output_prefix):
+                    counts["tokens"] += len(tokens)
+                counts["documents"] += 1
+                progress.add(num_bytes)
+            if counts["tokens"] == 0:
+                raise ValueError(f"{args.input} has no text under {', '.join(args.json_keys)}")
             for key, path in partials.items():
                 builders[key].finalize(f"{path}.idx")
             for path in finals.values():  # an index that was there must not meet other tokens, whenever this is killed

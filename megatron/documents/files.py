@@ -7,6 +7,7 @@ value. A file is written as a whole or not at all.
 """
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -173,6 +174,18 @@ def problem_with_directory(flag: str, path: str) -> str | None:
     except OSError as error:
         return f"{flag} {path} cannot be written: {error.strerror}; name a directory where files can be created"
     return None
+
+
+@contextmanager
+def with_room(place: str | Path) -> Iterator[None]:
+    """Raise ValueError, which names `place`, if the disk is full in the block: the system's error names another file or
+    none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(f"{place} cannot be written ({error.strerror}); make room, or name another place") from error
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

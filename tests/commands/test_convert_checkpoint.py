@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_with_the_folder_and_leaves_nothing(tmp_path, room):
     between SOURCE and OUTPUT.
     """
     folder, ours, back = saved("gpt2", torch.float32, "20KB"), tmp_path / "ours", tmp_path / "back"
-    reason = "cannot be written (File too large); make room, or name a folder elsewhere"
+    reason = "cannot be written (File too large); make room, or name another place"
     assert f"{ours} {reason}" in refusal(folder, ours, "--to", "torch_dist", room=room)
     assert not any(ours.iterdir())
     convert(folder, "--to", "torch_dist", ours)

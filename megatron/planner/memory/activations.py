@@ -49,6 +49,7 @@ gated MLPs only.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megatron.planner.memory.architecture import FP32, Architecture, ExpertDegrees
 from megatron.planner.memory.recompute import (
@@ -491,10 +492,8 @@ def by_stage(
         further: the number of layers of multi-token prediction of each stage; None: 0.
     """
     others, more = with_experts or (0,) * len(layers), further or (0,) * len(layers)
-    kinds = [
-        (each, other, stage == 0, stage == len(layers) - 1, its_more)
+    counted = cache(count)  # most stages are alike
+    return [
+        counted(each, with_experts=other, is_first=stage == 0, is_last=stage == len(layers) - 1, further=its_more)
         for stage, (each, other, its_more) in enumerate(zip(layers, others, more, strict=True))
     ]
-    names = ("with_experts", "is_first", "is_last", "further")
-    by_kind = {kind: count(kind[0], **dict(zip(names, kind[1:], strict=True))) for kind in set(kinds)}
-    return [by_kind[kind] for kind in kinds]

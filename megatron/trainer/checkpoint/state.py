@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import backend
-from megatron.backend.fixes import complete_optimizer_state
+from megatron.backend.fixes import complete_optimizer_state, places_among_alike
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing import optimizer as core
@@ -358,12 +358,9 @@ def _kinds(groups: Sequence[dict]) -> list[tuple]:
 
     Muon's groups of a kind have the same options. They differ in the layout of matrices, which depends on the degrees.
     """
-    kinds: list[tuple] = []
-    for group in groups:
-        is_muons = group.get("muon") is not None
-        kind = is_muons, *(group[name] for name in ("wd_mult", "lr_mult", "is_decoupled_lr") if name in group)
-        kinds.append((*kind, 0 if is_muons else sum(each[:-1] == kind for each in kinds)))
-    return kinds
+    names = ("wd_mult", "lr_mult", "is_decoupled_lr")
+    kinds = [(group.get("muon") is not None, *(group[name] for name in names if name in group)) for group in groups]
+    return [(*kind, place * (not kind[0])) for kind, place in zip(kinds, places_among_alike(kinds), strict=True)]
 
 
 _MASTERS = "fp32_from_fp16_params"

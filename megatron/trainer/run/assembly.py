@@ -100,6 +100,7 @@ def tell_new_processes(run: Run, membership: Membership) -> None:
         membership.ask(lambda store: store.set(_KINDS, kinds))
 
 
+_NUM_BUILT, _ALL_BUILT = "ranks that have built their parts", "all ranks have built their parts"  # keys, too
 _PACE = 0.02  # seconds between two looks at the store
 
 
@@ -111,10 +112,10 @@ def accept_losses(membership: Membership, timeout: timedelta) -> None:
 
     Raises OnThisRank if a rank is lost before, or does not come within `timeout`.
     """
-    keys = [f"built/{rank}" for rank in range(membership.world_size)]
     deadline = time.monotonic() + timeout.total_seconds()
-    membership.ask(lambda store: store.set(keys[membership.rank], ""))
-    while not membership.ask(lambda store: store.check(keys)):
+    if membership.ask(lambda store: store.add(_NUM_BUILT, 1)) == membership.world_size:
+        membership.ask(lambda store: store.set(_ALL_BUILT, ""))
+    while not membership.ask(lambda store: store.check([_ALL_BUILT])):
         if membership.alarm is not None:
             raise OnThisRank(f"{membership.alarm}, while the ranks built their parts; start the job again")
         if time.monotonic() > deadline:

@@ -166,9 +166,15 @@ def test_four_stages(tmp_path, predicted):
 def test_groups_that_predict_together(tmp_path, flags):
     """A rank is lost with the others that compute its layers or share out its experts, and all come back; then one dies
     behind a prediction of the group."""
-    losses = [[3, "partial", 3, "SIGKILL"], [4, "forward", 5, "newcomer"], [4, "predicted", 8, "SIGKILL"]]
-    shared = f"--global-batch-size 8 --train-iters 11 {TWO_BW} {P2} {STAGE} {flags}"
-    job = run(tmp_path, 8, shared, losses, max_restarts=1)
+    assert_two_groups_are_lost(tmp_path, f"{STAGE} {flags}", ("partial", 3))
+
+
+def assert_two_groups_are_lost(folder, flags: str, first: tuple[str, int]) -> None:
+    """Of eight ranks: rank 3 at the place and in the iteration `first`, which comes back, and rank 4 later."""
+    place, iteration = first
+    losses = [[3, place, iteration, "SIGKILL"], [4, "forward", iteration + 2, "newcomer"]]
+    shared = f"--global-batch-size 8 --train-iters 11 {TWO_BW} {P2} {flags}"
+    job = run(folder, 8, shared, [*losses, [4, "predicted", 8, "SIGKILL"]], max_restarts=1)
     assert_nothing_lost(job, shared, num_ranks=8)
     assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
     assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
@@ -185,12 +191,7 @@ def test_groups_that_predict_together(tmp_path, flags):
 )
 def test_groups_with_error_feedback(tmp_path, flags):
     """The factor and the predicted weights are those of an undisturbed job. As `test_groups_that_predict_together`."""
-    losses = [[3, "predict", 4, "SIGKILL"], [4, "forward", 6, "newcomer"], [4, "predicted", 8, "SIGKILL"]]
-    shared = f"--global-batch-size 8 --train-iters 11 {TWO_BW} {P2} {FEEDBACK} {flags}"
-    job = run(tmp_path, 8, shared, losses, max_restarts=1)
-    assert_nothing_lost(job, shared, num_ranks=8)
-    assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
-    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+    assert_two_groups_are_lost(tmp_path, f"{FEEDBACK} {flags}", ("predict", 4))
 
 
 @pytest.mark.full
