@@ -49,7 +49,6 @@ gated MLPs only.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from megatron.planner.memory.architecture import FP32, Architecture, ExpertDegrees
 from megatron.planner.memory.recompute import (
@@ -483,17 +482,19 @@ def by_stage(
     with_experts: Sequence[float] | None = None,
     further: Sequence[int] | None = None,
 ) -> list[float]:
-    """Bytes of each stage, computed by a method of `Activations` such as `saved`.
+    """Bytes of each stage, computed by `count`, a method of `Activations` such as `saved`.
 
     Args:
-        count: the method.
         layers: the number of layers of each stage.
-        with_experts: the number of layers with experts of each stage; None: 0.
-        further: the number of layers of multi-token prediction of each stage; None: 0.
+        with_experts, further: each stage's number of layers with experts, and of multi-token prediction; None: 0.
     """
     others, more = with_experts or (0,) * len(layers), further or (0,) * len(layers)
-    counted = cache(count)  # most stages are alike
-    return [
-        counted(each, with_experts=other, is_first=stage == 0, is_last=stage == len(layers) - 1, further=its_more)
+    kinds = [
+        (each, other, stage == 0, stage == len(layers) - 1, its_more)
         for stage, (each, other, its_more) in enumerate(zip(layers, others, more, strict=True))
     ]
+    by_kind = {
+        kind: count(kind[0], with_experts=kind[1], is_first=kind[2], is_last=kind[3], further=kind[4])
+        for kind in set(kinds)
+    }
+    return [by_kind[kind] for kind in kinds]
