@@ -246,7 +246,8 @@ class MegatronStage(CapturingStage):
         with self._captured.capture(microbatch.index):
             if again:
                 with torch.no_grad():
-                    output = self._run(microbatch, saved, saved.recorder(data), record=True)
+                    # megatron.core adds biases and dropout under enable_grad; detached, the output drops their graph.
+                    output = self._run(microbatch, saved, saved.recorder(data), record=True).detach()
                 saved.kept_input = self._captured.keep(microbatch.index, saved.input)
             else:
                 self._require_input_grad(saved)
