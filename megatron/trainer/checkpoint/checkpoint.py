@@ -191,9 +191,15 @@ class Restoration:
             if self._converts:
                 loaded = convert_loaded(loaded, optimizer)
             convert_step_counters(loaded, optimizer)
-            bounds = _bounds_of_rates(optimizer)
+            bounds, own = _bounds_of_rates(optimizer), _settings_of_steps(optimizer)
             with torch.no_grad():  # some of megatron.core's formats copy into parameters
                 optimizer.load_state_dict(loaded)
+            for flags, value in _settings_of_steps(optimizer).items():
+                if value != own[flags]:
+                    log_once(
+                        f"{flags}: the optimizer goes on with {value}, the checkpoint's, and not with {own[flags]}; "
+                        "--no-load-optim begins with the latter and no moments"
+                    )
             if parts.scheduler is not None:
                 _load_scheduler(parts.scheduler, state["opt_param_scheduler"], optimizer, bounds)
             if parts.update is not None:
@@ -212,6 +218,20 @@ def log_once(message: str) -> None:
 
 def _groups(optimizer: MegatronOptimizer) -> list[dict]:
     return [group for each in optimizers_of(optimizer) for group in each.param_groups]
+
+
+_OF_STEPS = {"betas": "--adam-beta1 --adam-beta2", "eps": "--adam-eps", "momentum": "--sgd-momentum"}
+"""Settings of a step that megatron.core's optimizers restore with their state -> the flags that give them."""
+
+
+def _settings_of_steps(optimizer: MegatronOptimizer) -> dict[str, str]:
+    """Flags -> the values that the optimizer has for them; all groups of parameters have the same."""
+    return {
+        flags: " ".join(map(str, value)) if isinstance(value := group[name], (list, tuple)) else str(value)
+        for group in _groups(optimizer)
+        for name, flags in _OF_STEPS.items()
+        if name in group
+    }
 
 
 def _bounds_of_rates(optimizer: MegatronOptimizer) -> list[dict[str, float]]:

@@ -1,5 +1,7 @@
 """Whose learning rates a resumed run has: the command line's, the checkpoint's, or a sentence that says they differ."""
 
+from unittest import mock
+
 import pytest
 
 from megatron import backend
@@ -51,11 +53,36 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("whose", "expected"), [(OVERRIDE, [1e-3, 2e-3]), (CHECKPOINTS, [5e-3, 1e-2])])
-def test_the_flags_say_whose_rates_hold(folder, whose, expected):
-    """Of each group of parameters, though a checkpoint has the groups' rates, too."""
-    [resumed] = train(1, f"{FLAGS} {OTHERS} --load {folder} {whose}", watch=f"{__name__}:rates_of")
+def logged_case(**options) -> dict:
+    """`train_case`, and what loading logs."""
+    from megatron.trainer.checkpoint import checkpoint
+    from tests.trainer.run.run_case import train_case
+
+    logged: list[str] = []
+    with mock.patch.object(checkpoint, "log_once", logged.append):
+        return {**train_case(**options), "logged": logged}
+
+
+@pytest.mark.parametrize(
+    ("whose", "expected", "further", "told"),
+    [
+        (OVERRIDE, [1e-3, 2e-3], "", None),
+        (
+            CHECKPOINTS, [5e-3, 1e-2], "--adam-beta2 0.95 --adam-eps 1e-8",
+            "--adam-beta1 --adam-beta2: the optimizer goes on with 0.9 0.999, the checkpoint's, and not with 0.9 0.95; "
+            "--no-load-optim begins with the latter and no moments",
+        ),
+    ],
+)  # fmt: skip
+def test_the_flags_say_whose_rates_hold(folder, whose, expected, further, told):
+    """Of each group of parameters, though a checkpoint has the groups' rates, too. Adam's other settings are always the
+    checkpoint's, and a line says so where the flags have others."""
+    [resumed] = train(
+        1, f"{FLAGS} {OTHERS} --load {folder} {whose} {further}", watch=f"{__name__}:rates_of",
+        function=f"{__name__}:logged_case",
+    )  # fmt: skip
     assert resumed["watched"] == expected
+    assert resumed["logged"] == ([told] if told else [])
     assert resumed["iteration"] == 4
 
 
