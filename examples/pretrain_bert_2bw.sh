@@ -9,6 +9,11 @@
 # GPUS_PER_NODE / (TP x PP). SCHEDULE is 2bw, flush, zb-h1 or the like; LAYERS, HIDDEN, HEADS, SEQUENCE, MICRO_BATCH,
 # GLOBAL_BATCH, ITERATIONS, LEARNING_RATE and PRECISION (--bf16, --fp16, or empty for FP32) change the run.
 set -euo pipefail
+if [ "$#" -eq 1 ] || [ "$#" -eq 2 ]; then
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    exit 1
+fi
+for path in "$@"; do set -- "${@:2}" "$(realpath -m "$path")"; done # as they are called here, before cd
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ "$#" -eq 0 ]; then
     . tools/environment.sh
@@ -26,7 +31,7 @@ if [ "$#" -eq 0 ]; then
     PP=${PP:-2}
     PRECISION=${PRECISION-}
     SMALL_ARGS=(--num-workers 0 --split 90,10,0 --log-interval 25 --eval-interval 50 --save-interval 100)
-elif [ "$#" -ge 3 ]; then
+else
     CHECKPOINT_PATH=$1
     VOCAB_FILE=$2
     DATA_PATH=$3
@@ -36,9 +41,6 @@ elif [ "$#" -ge 3 ]; then
     PP=${PP:-4}
     PRECISION=${PRECISION---bf16}
     SMALL_ARGS=(--use-distributed-optimizer --split 949,50,1 --log-interval 100 --eval-interval 1000 --save-interval 10000)
-else
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
-    exit 1
 fi
 TP=${TP:-1}
 SCHEDULE=${SCHEDULE:-2bw}

@@ -11,6 +11,7 @@ if [ "$#" -lt 4 ]; then
     sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 1
 fi
+for path in "$@"; do set -- "${@:2}" "$(realpath -m "$path")"; done # as they are called here, before cd
 CHECKPOINT_PATH=$1
 VOCAB_FILE=$2
 MERGE_FILE=$3

@@ -3,11 +3,16 @@
 #   prepare_environment core test   # requirements/{pinned,runtime,core,test}.txt are met afterwards
 #   PINNED=FILE                     # in the environment: FILE takes the place of requirements/pinned.txt
 #   install_project                 # `import megatron.pipeline` works anywhere in that environment
+#   $OUTPUT                         # is absolute: a relative one counts from where the caller, who has come here by cd, stood
 #
 # Uses the active virtual (or conda) environment; if none is active, the repository's own .venv, made on first use.
 # What is there already is not installed again, and then no network is needed.
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+if [[ -n "${OUTPUT:-}" && "$OUTPUT" != /* ]]; then
+    OUTPUT="${OLDPWD:-$PWD}/$OUTPUT"
+fi
 
 in_environment() {
     [ -n "${CONDA_PREFIX:-}" ] || "$1" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null

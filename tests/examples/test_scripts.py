@@ -26,7 +26,7 @@ SCRIPTS = sorted(path for folder in ("examples", "tests", "tools") for path in (
 
 @pytest.fixture
 def recorded_arguments(tmp_path):
-    """Run a script with a `python` that only writes down its arguments; returns those of the program."""
+    """Run a script in `tmp_path` with a `python` that only writes its arguments down; returns those of the program."""
 
     def run(script: str, *arguments: str, program: str = "pretrain_gpt.py", **environment: str) -> list[str]:
         stub = tmp_path / "bin" / "python"
@@ -36,7 +36,7 @@ def recorded_arguments(tmp_path):
         record = tmp_path / "arguments"
         path = f"{stub.parent}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "RECORD": str(record), **environment}
-        subprocess.run(["bash", str(ROOT / script), *arguments], env=environment, check=True, timeout=60)
+        subprocess.run(["bash", str(ROOT / script), *arguments], env=environment, cwd=tmp_path, check=True, timeout=60)
         argv = record.read_text().splitlines()
         return argv[argv.index(program) + 1 :]
 
@@ -73,14 +73,16 @@ def test_one_node_script_parses(recorded_arguments, environment):
     ],
     ids=lambda e: str(e),
 )
-def test_bert_script_parses(recorded_arguments, environment):
-    """examples/pretrain_bert_2bw.sh gives a command line that is accepted, at several sizes and degrees."""
+def test_bert_script_parses(recorded_arguments, tmp_path, environment):
+    """examples/pretrain_bert_2bw.sh gives a command line that is accepted, at several sizes and degrees. A path is
+    looked for where the caller stands."""
     argv = recorded_arguments(
         "examples/pretrain_bert_2bw.sh", "ckpt", "vocab.txt", "text", program="pretrain_bert.py", **environment
     )
     args = parse_args(argv, defaults=defaults())
     validate_args(args, world_size=int(environment.get("GPUS_PER_NODE", 8)))
     assert args.pipeline_schedule == environment.get("SCHEDULE", "2bw")
+    assert (args.vocab_file, args.save) == (str(tmp_path / "vocab.txt"), str(tmp_path / "ckpt"))
     assert (args.num_layers, args.bf16) == (int(environment.get("LAYERS", 24)), "PRECISION" not in environment)
 
 
@@ -103,10 +105,21 @@ def test_t5_script_parses(recorded_arguments):
     ],
 )
 def test_one_node_script_shows_its_usage(script, usage):
-    """With too few arguments the script says what it wants, and fails."""
-    command = ["bash", str(ROOT / "examples" / script), *(["ckpt"] if "gpt" not in script else [])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    """With too few arguments the script says what it wants, and fails, wherever it is called."""
+    command = ["bash", script, *(["ckpt"] if "gpt" not in script else [])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT / "examples")
     assert result.returncode == 1 and usage in result.stderr
+
+
+@pytest.mark.parametrize("output", ["my run", "/my run"])
+def test_results_go_where_the_caller_stands(tmp_path, output):
+    """The examples change to the project's folder, and read $OUTPUT after tools/environment.sh."""
+    command = ["bash", "-euc", f'cd "{ROOT}"; . tools/environment.sh; echo "$OUTPUT"']
+    environment = {**os.environ, "OUTPUT": output}
+    said = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert said.stdout == f"{tmp_path / output}\n"
 
 
 MODELS = {
