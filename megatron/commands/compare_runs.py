@@ -122,8 +122,8 @@ def compare(runs: list[Run], reference: str) -> list[Comparison]:
     A run whose last loss was not finite lies infinitely far over the reference.
 
     Raises:
-        ValueError: if the reference lacks a run at a rate and seed that another schedule has, or the last loss of such
-            a run was not finite, or 0.
+        ValueError: if the reference lacks a run at a rate and seed that another schedule has, the last loss of such a
+            run was not finite, or 0, or the two runs end at different iterations.
     """
     known = {(run.rate, run.seed): run for run in runs if run.schedule == reference}
     others: dict[tuple[str, float], list[Run]] = {}
@@ -136,6 +136,12 @@ def compare(runs: list[Run], reference: str) -> list[Comparison]:
             raise ValueError(
                 f"{reference} with rate {run.rate:g} and seed {run.seed} ends with a validation loss of "
                 f"{known[run.rate, run.seed].loss:g}, over which nothing lies; take these runs out of the folder"
+            )
+        ends = max(run.losses), max(known[run.rate, run.seed].losses)
+        if ends[0] != ends[1]:
+            raise ValueError(
+                f"{run.schedule} with rate {run.rate:g} and seed {run.seed} has its last validation loss at iteration "
+                f"{ends[0]}, and {reference} at {ends[1]}; train both alike"
             )
         others.setdefault((run.schedule, run.rate), []).append(run)
     return [

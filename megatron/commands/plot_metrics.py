@@ -77,8 +77,23 @@ def largest_difference(runs: list[Curves]) -> float:
     return max(abs(loss / losses[0] - 1) for loss in losses)
 
 
+def problem_with_checks(runs: list[Curves], *, tolerance: bool, fall: bool) -> str | None:
+    """Why the runs' validation losses cannot be compared as --tolerance or --fall asks; None if they can."""
+    ends = {run.label: max(run.validation) for run in runs if run.validation}
+    if tolerance and len(set(ends.values())) > 1:
+        last = ", ".join(f"{label}'s {iteration}" for label, iteration in ends.items())
+        return f"--tolerance compares the last validation losses, of iterations that differ: {last}; train all alike"
+    single = next((run.label for run in runs if len(run.validation) == 1), None)
+    if fall and single is not None:
+        return (
+            f"--fall compares the first validation loss with the last, and {single} has one, of iteration "
+            f"{ends[single]}; train longer, or evaluate more often with --eval-interval"
+        )
+    return None
+
+
 def validation_fall(run: Curves) -> float:
-    """The relative fall from the first to the last validation loss of a run; 0 without two validation losses.
+    """The relative fall from the first to the last validation loss of a run; 0 without any.
 
     Minus infinity if the last one was not finite.
     """
@@ -104,6 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
             losses = f"{run.validation[first]:.4f} at iteration {first}, {run.validation[last]:.4f} at iteration {last}"
             print(f"{run.label}: validation loss {losses}")
     print(f"Loss curve: {args.output}")
+    if problem := problem_with_checks(runs, tolerance=args.tolerance is not None, fall=args.fall is not None):
+        parser.exit(1, f"{parser.prog}: {problem}\n")
     failed = False
     if args.tolerance is not None:
         difference = largest_difference(runs)

@@ -101,7 +101,8 @@ def test_a_limit_of_what_is_not_compared_is_refused(sweep, capsys):
 
 
 def test_what_cannot_be_compared_is_one_sentence(tmp_path, sweep, capsys):
-    """No runs, a run without its reference, one without validation, nothing but the reference, a limit that is none."""
+    """No runs, a run without its reference, one without validation, nothing but the reference, a run that is longer
+    than its reference, a limit that is none."""
     (tmp_path / "empty").mkdir()
     assert end(tmp_path / "empty") == 1
     assert "holds no SCHEDULE_lrRATE_seedSEED.jsonl" in capsys.readouterr().err
@@ -115,5 +116,8 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, sweep, capsys):
     (only / "2bw_lr1e-3_seed0.jsonl").write_text('{"iteration": 1, "lm_loss": 9.0}\n')
     assert end(only) == 1
     assert "holds no validation_loss" in capsys.readouterr().err
+    (only / "2bw_lr1e-3_seed0.jsonl").write_text('{"iteration": 3, "validation_loss": 9.0}\n')
+    assert end(only) == 1
+    assert "seed 0 has its last validation loss at iteration 3, and flush at 2; train both" in capsys.readouterr().err
     assert end(sweep, "--most", "0.01") == 2
     assert "'0.01' is no SCHEDULE=X" in capsys.readouterr().err

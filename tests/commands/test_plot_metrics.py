@@ -96,6 +96,22 @@ def test_fall_decides_the_exit_status(tmp_path, last, status):
 
 
 @pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--tolerance", "of iterations that differ: one's 5, two's 9; train all alike"),
+        ("--fall", "and one has one, of iteration 5; train longer, or evaluate more often"),
+    ],
+)
+def test_losses_that_cannot_be_compared_are_refused(tmp_path, capsys, flag, message):
+    """The last losses of a short and a long run say nothing of their schedules; a single loss has not fallen."""
+    records = [{"iteration": each, "validation_loss": 4.0} for each in (5, 9)]
+    files = [write(tmp_path / "one.jsonl", records[0]), write(tmp_path / "two.jsonl", *records)]
+    with pytest.raises(SystemExit) as exit_info:
+        plot_metrics.main([*map(str, files), "--output", str(tmp_path / "loss.png"), flag, "0.1"])
+    assert exit_info.value.code == 1 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "record", [{"step": 1, "loss": 2.0}, {"iteration": 1, "loss": "2"}, {"iteration": None, "validation_loss": 2.0}]
 )
 def test_other_values_than_a_training_program_writes_are_refused(tmp_path, capsys, record):
