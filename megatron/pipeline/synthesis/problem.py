@@ -91,6 +91,8 @@ class Problem:
             raise ValueError(
                 f"limits are {self.limits}; give a positive number, or one for each of {self.num_ranks} ranks"
             )
+        if math.isinf(sum(self.saved_sizes) * self.num_microbatches):
+            raise ValueError("what all microbatches save is more than a number can hold; count it in a larger unit")
         for name, sizes in (("deferred", self.deferred_sizes), ("stage_input", self.input_sizes)):
             for stage, (part, whole) in enumerate(zip(sizes, self.saved_sizes, strict=True)):
                 if part > whole * (1 + ROUNDING):

@@ -130,7 +130,7 @@ def synthesize_steady(
         done: called in the first process behind each round, with the part of the search that is over.
 
     Raises:
-        ValueError: nothing takes any time, or some microbatches of a recomputed stage are kept.
+        ValueError: nothing takes any time, times overflow, or some microbatches of a recomputed stage are kept.
     """
     assert not weights.drains
     if problem.kept:
@@ -222,6 +222,8 @@ def _least_period(problem: Problem) -> tuple[float, str]:
     found.append(((_latency(problem) + (m - 1) * forward) / (2 * m), "the way of a batch's last microbatch"))
     if not max(found)[0]:
         raise ValueError("nothing takes any time, so there is no period; give the seconds of computations")
+    if not all(math.isfinite(seconds) for seconds, _ in found):
+        raise ValueError("the times of a batch are more than a number can hold; give smaller costs")
     return max(found)
 
 

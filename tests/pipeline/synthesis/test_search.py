@@ -148,6 +148,7 @@ def test_the_certificate_says_what_the_bound_holds_for():
         ({"num_microbatches": 0}, "a batch cannot have 0 microbatches"),
         ({"deferred": 1.5}, "deferred of stage 0 is 1.5"),
         ({"recomputed": frozenset({4})}, "stages [4] cannot be recomputed"),
+        ({"saved": 1e308}, "more than a number can hold; count it in a larger unit"),
         ({"rank_of_stage": (0, 2)}, "rank"),
     ],
 )

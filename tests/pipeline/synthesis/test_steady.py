@@ -118,9 +118,17 @@ def test_computations_that_take_no_time_stand_where_they_free_memory():
     assert found.seconds >= found.bound * (1 - 1e-9)
 
 
-def test_what_takes_no_time_is_refused():
-    with pytest.raises(ValueError, match="give the seconds of computations"):
-        synthesize_steady(Problem(rank_of_stage=(0, 1), num_microbatches=4, costs=Costs(forward=0.0, backward=0.0)))
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(forward=0.0, backward=0.0), "give the seconds of computations"),
+        (Costs(forward=1e308), "are more than a number can hold; give smaller costs"),
+        (Costs(latency=1e308), "are more than a number can hold; give smaller costs"),
+    ],
+)
+def test_what_takes_no_time_or_too_much_is_refused(costs, message):
+    with pytest.raises(ValueError, match=message):
+        synthesize_steady(Problem(rank_of_stage=(0, 1), num_microbatches=4, costs=costs))
 
 
 def least_by_trying(asked: Problem, period: int) -> float:
