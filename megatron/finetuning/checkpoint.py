@@ -34,7 +34,7 @@ from megatron.finetuning.optimizers import take_rates
 from megatron.finetuning.partition_file import KEPT_PARTITION, PartitionFile
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed, gathered
-from megatron.trainer.checkpoint.directory import sync_directory, sync_file
+from megatron.trainer.checkpoint.directory import save_with_torch, sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"
@@ -192,9 +192,10 @@ def all_write(folder: Path) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or first_line(error)
             raise ValueError(
-                f"{folder} cannot be written by rank {torch.distributed.get_rank()}: {first_line(error)}; make room, "
-                "or give another --output_dir"
+                f"{folder} cannot be written by rank {torch.distributed.get_rank()}: {reason}; make room, or give "
+                "another --output_dir"
             ) from error
 
 
@@ -233,7 +234,8 @@ def _write_files(
             save_file(own, partial / files[rank], metadata={"format": "pt"})
             sync_file(partial / files[rank])
         if progress is not None and writes:
-            torch.save(_state_of(pipeline), partial / f"training-{rank}.pt")
+            with open(partial / f"training-{rank}.pt", "wb") as stream:
+                save_with_torch(_state_of(pipeline), stream)
             sync_file(partial / f"training-{rank}.pt")
     sizes = gathered({name: tensor.nbytes for name, tensor in own.items()})
     with all_write(partial):

@@ -8,14 +8,12 @@ checkpoint in Megatron-LM's old format, with a file for each rank (`RankFilesWei
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -43,6 +41,7 @@ from megatron.trainer.checkpoint.directory import (
     discard,
     find_damage,
     read_manifest,
+    save_with_torch,
     write_manifest,
 )
 from megatron.trainer.checkpoint.hugging_face import Weights, blocks, box_of
@@ -300,7 +299,7 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[ModelTensor], *
             "content_metadata": sharding_metadata(args),
         }
         with open(staging / COMMON_FILE, "wb") as stream:
-            _save(common, stream)
+            save_with_torch(common, stream)
         with open(staging / INDEX_FILE, "wb") as stream:
             pickle.dump(index, stream)
         save_config(CheckpointingConfig("torch_dist", 1), str(staging))
@@ -309,13 +308,6 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[ModelTensor], *
     except BaseException:
         discard(staging)
         raise
-
-
-def _save(value: object, stream: BinaryIO) -> None:
-    """torch.save, which at a full disk would raise a RuntimeError that does not say so."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    stream.write(buffer.getbuffer())
 
 
 def _as_written(tensor: ModelTensor, apart: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -354,7 +346,7 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[ModelTensor], *
                     number, place = number + 1, 0
                     stream = open(folder / f"__0_{number}.distcp", "wb")  # noqa: SIM115
                 data = weights.read(tensor, rows, columns)
-                _save(data.view(*ones, *data.shape), stream)
+                save_with_torch(data.view(*ones, *data.shape), stream)
                 box = box_of(tensor, rows, columns)
                 offset = torch.Size((*index, *box.start))
                 chunks = entries[key].chunks

@@ -28,6 +28,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import BinaryIO
+
+import torch
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 
@@ -356,6 +359,16 @@ def write_synced(path: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def save_with_torch(value: object, stream: BinaryIO) -> None:
+    """torch.save. At a full disk it raises the system's OSError, which torch alone hides behind an error of its own."""
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def sync_file(path: Path) -> None:

@@ -42,6 +42,7 @@ from megatron.trainer.checkpoint.directory import (
     discard,
     finish_commit,
     read_tracker,
+    save_with_torch,
     size_and_checksum,
     write_manifest,
 )
@@ -255,9 +256,10 @@ class CheckpointWriter:
         problem, path = None, staging / COMMON_FILE
         if dist.get_rank() == 0:
             try:
-                torch.save(common, path)
+                with open(path, "wb") as stream:
+                    save_with_torch(common, stream)
             except (OSError, RuntimeError) as error:
-                problem = f"cannot write {path}: {error}"
+                problem = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
         agree(problem)  # before any rank enters the collectives of a plan
         strategy = planning = _PlanningStrategy("torch_dist", 1, thread_count=2)
         if fully_parallel and _has_replicas():

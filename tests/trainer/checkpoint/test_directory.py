@@ -6,6 +6,7 @@ import threading
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,11 @@ from megatron.trainer.checkpoint.directory import (
     find_damage,
     find_short_files,
     read_manifest,
+    save_with_torch,
     size_and_checksum,
     write_manifest,
 )
+from tests.full_disk import largest_file
 
 
 class Killed(BaseException):
@@ -285,3 +288,10 @@ def test_foreign_checkpoint_is_checked_by_its_lengths(checkpoint):
         f"checkpoint file {checkpoint / 'file1'} is truncated: 512 of at least 513 bytes",
         f"checkpoint file {checkpoint / 'other'} is missing",
     ]
+
+
+@pytest.mark.parametrize("room", [10, 5000, 20000], ids=["nothing fits", "a part fits", "all but the end fits"])
+def test_what_torch_saves_on_a_full_disk(tmp_path, room):
+    """The system's error says so, wherever it meets the file."""
+    with largest_file(room), pytest.raises(OSError, match="File too large"), open(tmp_path / "state", "wb") as stream:
+        save_with_torch({"moments": torch.zeros(4990)}, stream)
