@@ -118,15 +118,18 @@ def pairs(item) -> set:
 
 
 def sample(items) -> None:
-    """Of the cases of a test marked `sample(n)`, leave n to the usual selection: those that show the most pairs."""
+    """Of the cases of a test marked `sample(n, *ids)`, leave n to the usual selection: those with these ids, and of the
+    others those that show the most pairs."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample") is not None and item.get_closest_marker("full") is None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for left in cases.values():
         seen: set = set()
-        for _ in range(*left[0].get_closest_marker("sample").args):
-            chosen = max(left, key=lambda item: len(pairs(item) - seen), default=None)
+        count, *ids = left[0].get_closest_marker("sample").args
+        for _ in range(count):
+            named = [item for item in left if item.nodeid.partition("[")[2].removesuffix("]") in ids]
+            chosen = max(named or left, key=lambda item: len(pairs(item) - seen), default=None)
             if chosen is not None:
                 seen |= pairs(chosen)
                 left.remove(chosen)

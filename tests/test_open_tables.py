@@ -155,6 +155,7 @@ def test_modules_train_as_one_process(drains: tuple[int, ...]):
             assert torch.equal(tensor, expected.parameters[name])
 
 
+@pytest.mark.full
 def test_a_gpt_trains_as_one_process():
     """Tied embeddings, both copies on one rank, and clipping: losses, norms and weights of plain torch."""
     options = {"layers": 4, "batches": (2, 2, 3, 3, 4, 4), "clip": 0.5, "tied": True, "warmup": 8}
@@ -164,6 +165,7 @@ def test_a_gpt_trains_as_one_process():
     assert worst.loss < 1e-5 and worst.norm < 1e-5 and max(worst.newest, worst.older) < 2e-6
 
 
+@pytest.mark.full
 def test_the_program_trains_saves_and_goes_on(tmp_path):
     """pretrain_gpt.py's own run on two ranks, saved and resumed through files, bit for bit; flush loads it, too. Rank 0
     reads no data, but writes the indices of samples for rank 1.

@@ -66,6 +66,7 @@ def run(*command: str, cwd: Path, status: int = 0) -> str:
     return result.stdout if status == 0 else result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "option", [pytest.param("--editable", marks=pytest.mark.full), None], ids=["editable", "regular"]
 )
@@ -78,6 +79,7 @@ def test_both_packages_can_be_imported(copy, installed, tmp_path, option):
     assert "site-packages" in core and not Path(core).is_relative_to(copy)
 
 
+@pytest.mark.full
 def test_wheel_holds_our_subpackages_only(copy, tmp_path):
     """The wheel has every subpackage, no megatron/__init__.py, nothing of megatron.core, and names its needs."""
     run(sys.executable, "-m", "pip", "wheel", *PIP_OPTIONS, "-w", str(tmp_path), str(copy), cwd=tmp_path)

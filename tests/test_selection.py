@@ -13,9 +13,9 @@ from tests.conftest import TOGETHER, in_turn, sample, unit_of
 class Case:
     """As much of a pytest item as `sample` asks."""
 
-    def __init__(self, number: int, count: int, **params: int) -> None:
+    def __init__(self, number: int, count: int, *ids: str, **params: int) -> None:
         self.nodeid, self.callspec = f"test_file.py::test[{number}]", SimpleNamespace(params=params)
-        self.marks = {"sample": pytest.mark.sample(count).mark}
+        self.marks = {"sample": pytest.mark.sample(count, *ids).mark}
 
     def get_closest_marker(self, name: str) -> object:
         return self.marks.get(name)
@@ -37,6 +37,12 @@ def test_a_sample_of_more_than_there_are_takes_all():
     cases = [Case(number, 5, a=number) for number in range(3)]
     sample(cases)
     assert not any("full" in case.marks for case in cases)
+
+
+def test_a_sample_has_the_cases_that_it_names():
+    cases = [Case(number, 3, "7", "4", a=number) for number in range(9)]
+    sample(cases)
+    assert [number for number, case in enumerate(cases) if "full" not in case.marks] == [0, 4, 7]
 
 
 def test_files_that_make_the_same_things_stay_together():

@@ -123,6 +123,7 @@ def test_what_needs_it_says_so(ended, command):
     assert {path.name for path in folder.rglob("*") if path.is_file()} <= {"text.jsonl"}
 
 
+@pytest.mark.full
 def test_what_needs_none_works(packages):
     """A pipeline of plain torch trains, and a schedule is proved."""
     port = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

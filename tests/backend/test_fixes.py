@@ -105,6 +105,7 @@ def test_fused_accumulation_adds_to_the_gradient_that_the_parameter_shows(linear
     assert weight.grad_added_to_main_grad or weight.grad is None
 
 
+@pytest.mark.full
 @needs_torch_optimizer
 def test_distributed_optimizer_resumes_with_its_own_step_counters():
     """A resumed optimizer makes the same next two steps as the one that was never saved, from the first step on."""

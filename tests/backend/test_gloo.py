@@ -25,6 +25,7 @@ def case_threads_of_groups(num_groups: int) -> tuple[int, list[float], float]:
     return num_network_threads() - before, [option._timeout.total_seconds() for option in options], total.item()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
 def test_groups_add_no_threads_and_keep_their_timeouts():
     for added, timeouts, total in workers.run(2, "tests.backend.test_gloo:case_threads_of_groups", num_groups=5):

@@ -31,6 +31,7 @@ def test_late_installation_is_refused(monkeypatch):
         backend.install()
 
 
+@pytest.mark.full
 @on_cpu
 def test_installation_is_silent_repeatable_and_leaves_compilation_alone(monkeypatch):
     """Twice is once; torch.compile is what it was; no warning about missing GPU libraries is printed. Work gets 32

@@ -1,5 +1,6 @@
 """Which operators stay together, and which are copied."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -36,6 +37,7 @@ def test_blocks_can_run_in_their_order():
         assert len(done) == len(ours.nodes) - len(free)
 
 
+@pytest.mark.full
 def test_masks_positions_and_shifted_labels_are_free():
     """T5's decoder input is made by writes through views; all of it depends on data only."""
     _, ours = captured("t5")

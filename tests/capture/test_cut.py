@@ -34,7 +34,7 @@ CONTIGUOUS = [*((kind, 2, 0.1) for kind in ("t5", "gpt2", "plain")),
 SCATTERED = [("t5", 2), ("plain", 2), *(pytest.param(kind, 30, marks=FULL) for kind in KINDS)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "cuts", "dropout"), CONTIGUOUS)
 def test_contiguous_cuts_are_bit_equal(kind, cuts, dropout):
     """Loss, all gradients and what was kept; with and without recompute, tied weights, at batches of 1 and 3."""
@@ -53,6 +53,7 @@ def test_contiguous_cuts_are_bit_equal(kind, cuts, dropout):
             assert equal(made, kept)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "cuts"), SCATTERED)
 def test_any_cut_is_equal_but_for_the_order_of_sums(kind, cuts):
     model, ours = captured(kind)

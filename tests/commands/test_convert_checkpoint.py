@@ -93,6 +93,7 @@ def test_bits_return(name, tmp_path):
 TENSORS = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name, cut",
     [
@@ -120,6 +121,7 @@ def test_training_loads_what_was_converted(name, cut, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == there
 
 
+@pytest.mark.sample(2, "gpt_oss---pipeline-model-parallel-size 2 --micro-batch-size 1")
 @pytest.mark.parametrize(
     "name, cut",
     [
@@ -187,6 +189,7 @@ def save_in_old_format(flags: str, root: Path, architecture: str) -> None:
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Of 146 MB in blocks of 2 MiB each way adds less than a third to the memory of the process."""
     added = workers.run(1, f"{CASES}measured", folder=tmp_path, layers=4, vocabulary=62_500)[0]

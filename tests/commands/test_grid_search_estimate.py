@@ -342,5 +342,6 @@ def test_faults(run, entries, tmp_path, arguments, message):
     assert status == 1 and message in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_starts_without_torch(entries):
     without("matplotlib", ROOT / "tools" / "grid_search.py", "estimate", "--entries", entries, "--json", cwd=ROOT)

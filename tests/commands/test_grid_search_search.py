@@ -78,6 +78,7 @@ def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
     assert "--2bw-provisional uniform --2bw-provisional-microbatches 1" in script
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedules", ["2bw", "flush,2bw", "flush"])
 def test_the_delay_of_weights_is_said_where_it_counts(run, tmp_path, schedules):
     """What is printed and the page say it where 2bw is listed, the script where it starts 2bw; else nothing does."""
@@ -127,6 +128,7 @@ def test_files(run, tmp_path):
     assert "<svg" in (tmp_path / "plan" / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_it_starts_without_torch(tmp_path):
     """Neither the search nor its files import torch or megatron.core, nor scipy, which fits constants alone."""
     without("scipy", TOOL, "search", *CLUSTER, *GPT, *QUICK, "--output", tmp_path, cwd=tmp_path)
@@ -155,6 +157,7 @@ def test_every_way_to_name_a_model(run, tmp_path):
     assert json.loads(out)["best"][0]["global_batch_size"] == 128
 
 
+@pytest.mark.full
 def test_clusters_that_come_along(run):
     """All of them are named, load, and can be made larger; nodes and network of a file can be changed."""
     wanted = {*DEVICES, "cpu"}
@@ -434,6 +437,7 @@ def test_less_than_a_host(run, tmp_path):
     assert "GB200.yaml with --gpus-per-node 6: gpus_per_host 4 does not divide the 6 GPUs of a node; give" in err
 
 
+@pytest.mark.full
 def test_tokens_and_a_price(run, tmp_path):
     """Days and money stand in the table, in JSON, on the page and in the head of the script; the file's price counts
     unless another one is given. Without a price there is no cost."""

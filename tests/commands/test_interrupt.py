@@ -81,6 +81,7 @@ def test_every_tool_is_among_them():
     assert tools == {*TOOLS, "hosts"}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_that_imports(tmp_path, tool):
     stop_at, argv = TOOLS[tool]
@@ -96,7 +97,7 @@ def test_every_program_is_among_them():
     assert doors == set(PROGRAMS)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("stop_at", ["megatron.trainer.run.entry", "torch"])
 def test_a_program_that_imports(tmp_path, program, stop_at):

@@ -112,6 +112,7 @@ def test_draw_marks_the_path_and_the_memory(run, tmp_path):
         assert [mark for mark in ("critical", "memory weights") if f'"{mark}"' in drawn] == marks
 
 
+@pytest.mark.full
 def test_draw_writes_pictures(run, tmp_path):
     """PNG and SVG by suffix, the plan above measured runs."""
     run("simulate", *TWO_BW, "--forward", "1.2", "--json", tmp_path / "measured.json")

@@ -55,6 +55,7 @@ def test_a_file(capsys, tmp_path):
     assert "0.1" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_program_with_moves(capsys, tmp_path):
     """bpipe's activations move without a rank, too, unless that takes too long; and the other commands take the
     program, whose copies name their pairs."""

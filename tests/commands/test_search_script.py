@@ -53,6 +53,7 @@ MODELS = {
 FULL = ("bert", "interleaved", "balanced", "cpu", "ramp-up")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in FULL)) for n in MODELS])
 def test_the_script_of_the_best_passes_a_dry_run(run, tmp_path, name, capsys, monkeypatch):
     """The training program accepts the best's script, for its GPUs, and says of its memory what the search said."""
@@ -151,7 +152,7 @@ def test_the_script_takes_data_that_are_no_files(run, tmp_path):
     assert argv[argv.index("--tokenizer-type") + 1] == "NullTokenizer"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("variable", ["DATA_PATH", "DATA", "4"])
 def test_what_refers_to_a_variable_is_left_to_the_environment(run, tmp_path, variable):
     """The user's own script may take its places from variables or parameters, of any name; of other flags that do so

@@ -63,6 +63,7 @@ def test_some_microbatches_of_the_first_ranks_are_recomputed_where_these_hold_mo
     assert [bool(schedule.keeps(stage)) for stage in range(4)] == [True, True, False, False]
 
 
+@pytest.mark.full
 def test_moves_are_printed_and_written(run, tmp_path):
     """Which microbatches of which stage leave; a bound over programs with moves; nothing is slower than without."""
     csv, certificate = tmp_path / "mine.csv", tmp_path / "mine.json"

@@ -113,6 +113,7 @@ def train(training):
         ORDERS["zb-h1"], PRESETS["zb-h1"] = before
 
 
+@pytest.mark.full
 def test_it_trains():
     """The runtime executes it as it is: the losses are those of one process, and each stage saves the 4 that the
     checker proves, up to the end of W."""

@@ -35,6 +35,7 @@ def commands(name: str) -> list[tuple[list[str], list[str]]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "argv, lines",
     [pytest.param(*each, marks=[pytest.mark.full] * ("--output" in each[0])) for each in commands("search")],

@@ -24,6 +24,7 @@ def test_its_commands_print_what_it_shows(tmp_path, monkeypatch, capsys):
     assert num_commands == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("row", "job"),
     [

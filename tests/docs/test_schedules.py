@@ -41,6 +41,7 @@ def test_every_picture_is_made_by_the_command(monkeypatch):
     assert set(drawn) == {name for page in PAGES.values() for name in re.findall(r"\(images/([^)]+)\)", page)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page", PAGES)
 def test_its_commands_run(page, tmp_path, monkeypatch, capsys):
     """Each command of a page ends with status 0; what is shown below one is what it prints."""

@@ -39,6 +39,7 @@ def test_the_answers_of_the_made_conversations(tmp_path):
     assert isinstance(data.processor, transformers.PreTrainedTokenizerFast) and data.notes == ()
 
 
+@pytest.mark.full
 def test_conversations_with_answers_in_another_form(tmp_path):
     """--chats writes the same questions, and --answer says what stands around each answer."""
     command = [sys.executable, str(ROOT / "examples" / "chats.py"), "--chats", str(tmp_path / "own.jsonl")]

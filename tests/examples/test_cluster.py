@@ -57,6 +57,7 @@ def launch(tmp_path):
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_passes_a_dry_run(launch, model, tmp_path, monkeypatch, capsys):
     """Without data and without a cluster: the job is right, fits the paper's GPUs, and is the paper's."""

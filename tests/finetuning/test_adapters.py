@@ -117,7 +117,7 @@ def test_ranks_train_what_peft_trains(folder, kind, schedule, ranks, accumulatio
         torch.testing.assert_close(merged.state_dict()[name], weights, rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "ranks", "versions"),
     [
@@ -157,6 +157,7 @@ def test_only_adapters_have_versions_gradients_and_state(folder, schedule, ranks
             assert 0 < backwards <= forwards, "a gradient comes back for what is trained"
 
 
+@pytest.mark.full
 def test_another_model_under_a_saved_adapter_is_refused(folder):
     """A copy of the model in other files goes on; one of the same shapes with one other tensor does not."""
     argv = ["--lora_r", 4, "--pipeline_schedule", "flush", "--save_steps", 2]
@@ -303,7 +304,7 @@ def test_an_adapter_begins_as_pefts_does(folder):
     assert normal.std() == pytest.approx(1 / 50, rel=0.1) and normal.abs().max() > 2.5 / 50
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "ranks", "accumulation"), [("ftpipe", (0, 1, 0, 1), 2), ("2bw", (0, 1), 2), ("flush", (0, 1), 1)]
 )

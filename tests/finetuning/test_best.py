@@ -56,6 +56,7 @@ def test_the_best_is_never_removed(tmp_path, most, best, left):
     assert sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir()) == left
 
 
+@pytest.mark.full
 def test_the_best_is_the_model(tmp_path):
     """A rate that grows too large: the run ends after two evaluations without an improvement, and its model is the best
     checkpoint, which an older one does not outlast. `auto` begins, and then goes on: here, at the end.

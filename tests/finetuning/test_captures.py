@@ -32,6 +32,7 @@ def test_a_copy_reads_the_new_models_parameters(tmp_path, nothing_known):
     assert second.loss in second.graph_module.graph.nodes and {*second.nodes} <= {*second.graph_module.graph.nodes}
 
 
+@pytest.mark.full
 def test_what_a_run_changes_in_its_graph_is_not_in_the_next(tmp_path, nothing_known):
     first, *_ = captured(tmp_path)
     before = signature(first)
@@ -39,6 +40,7 @@ def test_what_a_run_changes_in_its_graph_is_not_in_the_next(tmp_path, nothing_kn
     assert signature(first) != before and signature(captured(tmp_path)[0]) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("argv", [["--per_device_train_batch_size", 4], ["--bf16"], ["--lora_r", 2]], ids=str)
 def test_another_run_captures_its_own(tmp_path, nothing_known, argv):
     """Another batch, other dtypes, and other modules; and the same with another dropout."""

@@ -128,6 +128,7 @@ def changes(found):
     return [(line["step"], line["frozen_layers"]) for line in found.lines if "frozen_layers" in line]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "ranks", "by_layers"),
     [("gpipe", 2, False), ("2bw", 2, True), pytest.param("flush", 1, False, marks=pytest.mark.full),
@@ -210,6 +211,7 @@ def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder, sched
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "precision"), [("2bw", ["--bf16"]), pytest.param("flush", [], marks=pytest.mark.full)]
 )
@@ -247,6 +249,7 @@ def resumable(folder, name, argv, **options):
                        dropout=0.1, **options)  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=pytest.mark.full)])
 def test_replicas_freeze_as_one_pipeline(folder, schedule):
     """Two pipelines with two microbatches a batch each, and one with four. Of 20 rows the second batch has a microbatch

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("lengths")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("task", "schedule", "ranks", "argv"),
     [

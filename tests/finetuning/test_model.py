@@ -28,6 +28,7 @@ def test_renamed_modules_are_found(tmp_path):
     assert pretrained.reverted(pretrained.unused(set())).keys() == in_files
 
 
+@pytest.mark.full
 def test_how_text_is_generated_is_kept(tmp_path):
     args = tiny.arguments(tmp_path, "causal-lm")
     plan = make_plan(tiny.namespace(args, partition=None, max_stages_per_device=1), read_data(args))
@@ -39,6 +40,7 @@ def test_how_text_is_generated_is_kept(tmp_path):
     assert (tmp_path / "written" / "config.json").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("argv", [["2bw"], ["flush", "--freeze_training", "--freeze_interval", 2], ["flush"]])
 def test_a_model_is_cut_as_its_schedule_needs(tmp_path, monkeypatch, argv):
     """Several stages on a device, which a profile may show to be faster, are for schedules that run them alone."""
@@ -139,6 +141,7 @@ def test_sentences(tmp_path):
         open_model(str(tmp_path / "deberta"), "AutoModelForMaskedLM", attention="sdpa")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("word", "is_kernel"), [("eager", False), ("sdpa", True)])
 def test_attention_as_operators_or_as_a_kernel(tmp_path, word, is_kernel):
     args = tiny.arguments(tmp_path, "chat", "--attn_implementation", word)

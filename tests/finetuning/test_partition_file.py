@@ -23,6 +23,7 @@ def path(folder):
     return cases.partition(folder, CLASSES, (0, 0, 0))
 
 
+@pytest.mark.full
 def test_it_is_read_as_it_was_written(path, tmp_path):
     file = PartitionFile.read(path)
     assert file.rank_of_stage == (0, 0, 0) and set(file.stage_of_node.values()) == {0, 1, 2}
@@ -79,6 +80,7 @@ def test_lengths_that_a_task_has_not_do_not_matter(folder, path):
     assert make_plan(args, read_data(args)).partition.sequence == (12, 6)
 
 
+@pytest.mark.full
 def test_another_model_is_refused(folder, path):
     """The same architecture with dropout is another graph."""
     args = tiny.arguments(folder, CLASSES, "--partition", path, dropout=0.1)

@@ -94,7 +94,7 @@ def plain(models: tuple, argv: list, *, delay: int = 0) -> tuple[cases.Outcome, 
     return cases.Outcome(lines, {name: each.detach() for name, each in weights.items()}), found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "schedule", "adapts", "argv"),
     [

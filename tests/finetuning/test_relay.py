@@ -51,6 +51,7 @@ def test_a_relay_trains_what_one_process_trains(folder, task, ranks, argv):
     same(found, expected, exactly=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_replicas_share_a_store(folder, ranks):
     """Two replicas, on one rank each or two, store and step halves of each layer: what one process trains. The run goes
@@ -68,7 +69,7 @@ def test_replicas_share_a_store(folder, ranks):
     assert one.losses == pytest.approx(found.losses[2:], rel=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "precision"), [(1, ["--bf16"]), pytest.param(2, ["--l2l_stash", "device"], marks=pytest.mark.full)]
 )
@@ -145,6 +146,7 @@ def device_peak(folder: Path, kind: str, layers: int, evaluates: bool, *flags: s
     return ledger.take_device_peak(), planned.device - planned.layer, ledger.host_bytes, planned.host
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", [kind if kind == "t5" else pytest.param(kind, marks=pytest.mark.full) for kind in DEEP]
 )

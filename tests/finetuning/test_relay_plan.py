@@ -44,11 +44,13 @@ def from_layer(llama, first):
     return ["--peft_config", llama[0] / "adapter.json"]
 
 
+@pytest.mark.full
 def test_a_rank_without_an_adapter_in_its_last_layer_is_refused(llama):
     with pytest.raises(ValueError, match=r"on 2 ranks the first 3 of 4 layers .* give each replica at most 1 device"):
         planned(llama, "--dry_run", "--devices", 2, adapter=from_layer(llama, 3))
 
 
+@pytest.mark.full
 def test_more_devices_than_layers_are_refused(llama):
     with pytest.raises(ValueError, match=r"has 4 numbered layers, and a relay on 5 needs 5 at least; give fewer dev"):
         planned(llama, "--dry_run", "--devices", 5)

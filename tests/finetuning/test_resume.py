@@ -28,6 +28,7 @@ def saved(folder):
     return argv, folder / "saved" / "checkpoint-4"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "argv", "ranks"),
     [
@@ -62,6 +63,7 @@ def test_a_longer_run_has_the_rates_of_its_own_schedule(folder, name, argv, rank
     assert rates[5] > 0
 
 
+@pytest.mark.sample(1, "argv5-was made without --freeze_training; leave it out")
 @pytest.mark.parametrize(
     ("argv", "found"),
     [
@@ -79,6 +81,7 @@ def test_flags_that_a_checkpoint_decides_are_refused(folder, saved, argv, found)
         run(folder, "other", *flags, *argv, "--max_steps", 6, "--resume", checkpoint, ranks=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cache", [pytest.param([], marks=pytest.mark.full), ["--data_cache", "CACHE"]], ids=["memory", "files"]
 )
@@ -101,6 +104,7 @@ def test_another_file_with_as_many_rows_is_refused(folder, saved, cache):
         run(folder, f"{name}-other", *argv, "--train_file", other, ranks=1)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_stages_that_it_had(folder):
     """Without --partition, where a second profile would cut the model otherwise: here into one stage."""
     argv = ["--pipeline_schedule", "flush", "--save_steps", 2, "--max_steps", 4]

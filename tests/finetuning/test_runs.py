@@ -86,6 +86,7 @@ def test_models_that_attend_by_the_types_of_tokens_train_what_one_process_trains
     same(found, expected, exactly=False)
 
 
+@pytest.mark.full
 def test_hidden_tokens_go_on(folder):
     """Masked language modelling on one rank: the losses of plain transformers, and a resumed run hides what the whole
     run hides, to the last bit; an evaluation hides the same tokens each time."""
@@ -109,6 +110,7 @@ def test_hidden_tokens_go_on(folder):
     assert (last["eval_loss"], last["eval_perplexity"]) == pytest.approx((loss, math.exp(loss)), rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", ["eager", pytest.param("sdpa", marks=pytest.mark.full)])
 def test_either_attention_trains_what_it_trains_in_transformers(folder, word):
     argv = ["--num_train_epochs", 1, "--pipeline_schedule", "flush", "--learning_rate", 0.01]
@@ -120,6 +122,7 @@ def test_either_attention_trains_what_it_trains_in_transformers(folder, word):
     assert found.losses == pytest.approx(other.losses, rel=1e-5)
 
 
+@pytest.mark.full
 def test_packed_conversations_train_what_single_ones_train(folder):
     """Two ranks on packed rows against one process on a conversation a row; all are in each batch, where each label
     weighs the same. Then the loss and the accuracy of an evaluation."""
@@ -149,7 +152,7 @@ def lengths(folder: Path, task: str) -> Path:
     return path
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "schedule", "size", "accumulation"),
     [
@@ -215,7 +218,7 @@ def test_ranks_do_not_matter(folder, schedule, precision):
     same(*runs)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "ranks", "precision"),
     [
@@ -275,7 +278,7 @@ def test_all_in_bfloat16(folder):
     assert {each.dtype for name, each in runs[0].weights.items() if "position_ids" not in name} == {torch.bfloat16}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "ranks", "accumulation"),
     [

@@ -11,6 +11,7 @@ from megatron.partition.units import PartitionState, compiled
 from tests.partition import graphs
 
 
+@pytest.mark.sample(3, "operators")
 @pytest.mark.parametrize(
     "graph, over",
     [

@@ -59,6 +59,7 @@ def uneven(num_stages: int, **more: object) -> Costs:
 # --- time
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", UNKNOWN)
 @pytest.mark.parametrize(("p", "m"), [(1, 6), (2, 8), (3, 12), (4, 16)])
 def test_without_a_closed_form_the_price_is_what_the_program_takes(schedule, p, m):

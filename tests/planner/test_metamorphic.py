@@ -23,7 +23,7 @@ RATES = ("memory_bandwidth", "peak_teraflops", "within_node", NETWORK, "host_ban
 # --- machines
 
 
-@pytest.mark.sample(2)
+@pytest.mark.full
 @pytest.mark.parametrize("rate", RATES)
 def test_a_faster_part_makes_nothing_slower(rate):
     """A little faster, where one thing or another begins to decide, or much."""
@@ -104,6 +104,7 @@ def test_degrees_make_up_the_gpus_and_nothing_else_does():
 # --- what is kept
 
 
+@pytest.mark.full
 def test_recomputing_more_takes_longer_and_keeps_less():
     """Where activations move, fewer of them may save more time than is recomputed."""
 
@@ -183,6 +184,7 @@ def test_a_larger_microbatch_takes_no_less_and_at_most_twice_as_long():
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.full
 def test_twice_the_microbatches_take_no_less_and_at_most_twice_as_long():
     """More than twice as long where activations move: of few microbatches a smaller part does; where ranks take turns
     with chunks that differ, and wait for one another's from the second group on; and with inputs on the host, which few

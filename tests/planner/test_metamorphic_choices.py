@@ -45,6 +45,7 @@ def test_a_microbatch_more_takes_no_less():
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.full
 def test_a_larger_microbatch_of_the_same_batch_takes_no_less_memory():
     """Where a batch fills the pipeline, and nothing is kept for a prediction. Of few microbatches, fewer wait between
     the halves of their backwards; and of one, a prediction keeps no gradients."""
@@ -59,7 +60,7 @@ def test_a_larger_microbatch_of_the_same_batch_takes_no_less_memory():
     assert violations(relation, roomy()) == []
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "widths", [("hidden_size", "ffn_hidden_size", "kv_channels"), ("ffn_hidden_size",), ("vocabulary_size",)]
 )
@@ -132,6 +133,7 @@ def test_predictions_take_no_less():
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.full
 def test_what_overlaps_takes_no_longer():
     """Reductions and gathers beside computations: a part of them is lost to these, and never more than all."""
 

@@ -18,6 +18,7 @@ def found() -> dict:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["megatron_core", "torch"])
 def test_a_rehearsal_has_all_figures(found, kind):
     """Gradients are compared, three ways have times, and the line says that nothing was captured."""

@@ -80,7 +80,7 @@ def loss_and_gradients(model, compute) -> tuple[float, torch.Tensor]:
     return loss.item(), torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", sorted(SEPARATES))
 def test_a_packed_row_is_its_samples(kind):
     """The captured graph on packed rows against transformers on one sequence a row; then nothing of a neighbour shows

@@ -263,6 +263,7 @@ def test_images_of_the_package_datasets(folder):
         assert torch.equal(found["pixel_values"], expected), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["Deberta", "DebertaV2"])
 def test_a_classifier_that_finds_its_loss_by_the_labels(folder, kind):
     """DeBERTa decides by the labels which loss it takes unless its configuration says it; a column of classes does."""

@@ -31,6 +31,7 @@ from tests.pipeline.check.mutations import (
 from tests.pipeline.check.oracle import verdict
 
 
+@pytest.mark.full
 @draws(200)
 @given(programs())
 def test_every_order_computes_what_one_process_computes(program: Program):
@@ -40,6 +41,7 @@ def test_every_order_computes_what_one_process_computes(program: Program):
     assert list(check(program, max_saved=bounds).peak_saved_microbatches) == bounds
 
 
+@pytest.mark.full
 @draws(200)
 @given(st.data())
 def test_a_broken_program_is_rejected(data: st.DataObject):
@@ -60,6 +62,7 @@ def test_a_change_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     assert_judged(mutant, bounds, verdict(mutant, bounds), what)
 
 
+@pytest.mark.full
 @draws(100)
 @given(st.data())
 def test_a_copy_takes_no_other_microbatch(data: st.DataObject):

@@ -24,6 +24,7 @@ def bounds_of(schedule: Schedule, batches: tuple[int, ...]) -> list[int] | None:
     return None if schedule.residency.stash == "host" else hosted_bounds(schedule, batches)
 
 
+@pytest.mark.full
 @draws(60)
 @given(hosted_cases(max_ranks=4, max_virtual=5))
 def test_what_is_built_is_right(case: tuple[Schedule, Program]):
@@ -74,7 +75,7 @@ def test_every_single_mutation_is_rejected(name: str):
         assert_every_mutation_is_rejected(program)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FULL)
 def test_every_near_swap_is_judged_as_the_oracle_judges_it(name: str):
     """Not a sample either: each word is moved to each of the next four places."""

@@ -79,6 +79,7 @@ USUAL = {"flush", "2bw", "pipedream", "interleaved", "2bw-zb-h1", "zbv", "reduce
 EACH = [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in NAMES]
 
 
+@pytest.mark.sample(3, "reduced")
 @pytest.mark.parametrize("name", EACH)
 def test_every_single_mutation_of_a_program_is_rejected(name: str):
     """Not a sample: each instruction of a program with a full chain is dropped, doubled and re-versioned."""
@@ -92,19 +93,21 @@ def test_every_single_mutation_of_an_evaluation_is_rejected():
     assert_every_mutation_is_rejected(program)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EACH)
 def test_every_adjacent_swap_is_judged_as_the_oracle_judges_it(name: str):
     """Not a sample either: each pair of neighbours in every row."""
     assert_judged_as_the_oracle(name, moved_later(full_program(name), reach=1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["flush", "2bw-zb-h1", "zbv", *PREDICTIONS])
 def test_other_members_are_judged_as_the_oracle_judges_them(name: str):
     """As many forwards, backwards and transfers before everything that counts them, and of other microbatches."""
     assert_judged_as_the_oracle(name, with_other_members(full_program(name)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["reduced", "2bw-zb-h1", "stage", "uniform"])
 def test_what_stands_between_two_halves_is_judged_as_the_oracle_judges_them(name: str):
     """Each W, and each word that reads gradients, up to six places later: between I and W there is a part of them."""

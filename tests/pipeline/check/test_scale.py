@@ -13,6 +13,7 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 
 
+@pytest.mark.full
 @pytest.mark.alone
 def test_a_large_program_is_proved_in_seconds():
     """p=64, m=256: 190,000 instructions take a few CPU seconds, building included."""

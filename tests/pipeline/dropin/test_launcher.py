@@ -92,6 +92,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.full
 def test_script_is_the_main_module(checkout, tmp_path):
     """Started from elsewhere, it is `__main__` with its own arguments, file, folder and names, and none of the
     launcher's. A child that it spawns finds its classes, with the layer in place, and does not run its main part.

@@ -56,7 +56,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2, "bpipe")
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_training_in_one_process(way):
     """Losses, parameters and running means are bit-equal, with frozen and with unused parameters and integers that

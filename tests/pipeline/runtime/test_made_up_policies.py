@@ -140,6 +140,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["4bw", pytest.param("3bw fp16, overflow around", marks=pytest.mark.full)])
 def test_a_resumed_run_has_the_same_numbers(name):
     """All live versions, and the loss scales that batches in flight would have used, are state: bit-equal."""
@@ -153,6 +154,7 @@ def test_a_resumed_run_has_the_same_numbers(name):
                     assert torch.equal(tensor, resumed[version][key]), key
 
 
+@pytest.mark.full
 def test_they_are_in_order_on_streams():
     """The stand-in for CUDA finds nothing: three gradient buffers and weight slots, replicas, shards, overflows."""
     options = {"schedule": "3bw", "p": 2, "d": 2, "distributed_optimizer": True, "dtype": "float16", "drains": (2,)}

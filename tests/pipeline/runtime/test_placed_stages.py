@@ -60,7 +60,7 @@ def train_gpt(**options) -> dict:
         return cases.train(**options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "allowed"),
     [pytest.param(*row, id=name) for name, row in CASES.items()]
@@ -154,7 +154,7 @@ def test_modules_anywhere_train_as_one_process(num_ranks, options, delay):
     assert all(outcome.evaluations == outcomes[0].evaluations for outcome in outcomes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("name", ["v", "shuffled", "2bw, v"])
 def test_a_tied_parameter_of_a_module(name, num_replicas):

@@ -361,6 +361,7 @@ def test_the_engine_wants_an_update_for_each_stage():
         PipelineEngine(stale(1), [], None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_transfer_is_waited_for_at_a_border(seed):
     """With a microbatch a batch, transfers of a tenth of a forward hold up the busiest rank no more."""

@@ -52,6 +52,7 @@ def test_a_period_that_another_copy_computes_is_refused():
         ProgramSchedule.of(program, fill=1, period=1)
 
 
+@pytest.mark.full
 @draws(40)
 @given(bare_programs(equal=True), st.lists(st.integers(1, 4), min_size=1, max_size=2))
 def test_any_order_runs_for_any_number_of_batches(program: Program, stretches: list[int]):

@@ -24,6 +24,7 @@ def words(row: Row, p: int) -> str:
     return " ".join(f"{each.stage // p}{each.kind.value}{each.microbatch}" for each in computations)
 
 
+@pytest.mark.full
 def test_it_is_megatrons_loop():
     """megatron.core's own loop, run on every rank of many pipelines, computes in our order, and refuses what we do."""
     cases = [

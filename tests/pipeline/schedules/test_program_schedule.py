@@ -56,6 +56,7 @@ def built(schedule: PipelineSchedule, stretches: list[int], size: int) -> tuple[
     return tuple(map(tuple, rows))
 
 
+@pytest.mark.full
 @draws(25)
 @given(made_up(delays=(0, 1, 2)), st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_any_order_runs_for_any_number_of_batches(program: Program, stretches: list[int]):
@@ -92,6 +93,7 @@ def test_a_run_behind_any_drain(name):
         ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["torch", "whole", "rhythm", pytest.param("folded", marks=pytest.mark.full)])
 def test_every_single_mutation_that_breaks_a_program_is_refused(name):
     """Each instruction is dropped, doubled, re-versioned and exchanged with the next one. What the checker refuses is

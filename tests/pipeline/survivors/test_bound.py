@@ -24,6 +24,7 @@ def sharing_of(job: Job) -> Sharing:
     return Sharing(job.schedule, job.num_microbatches, job.num_replicas, job.lost)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=40)
 @given(jobs(presets=DRAINED), st.integers(0, 2**32 - 1))
 def test_random_orders_do_not_undercut_it(job: Job, seed: int):

@@ -37,6 +37,7 @@ def left_of(way: str, lost: str, num_replicas: int = 4, **options: object) -> Su
     return without(schedule_of(name, 4, **choices), 8, num_replicas=num_replicas, lost=ranks, **options)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=12)
 @given(st.sampled_from(sorted(MOVING)), st.integers(4, 9), st.integers(2, 3), st.data())
 def test_it_is_proved_within_memory_and_no_slower(way: str, num_microbatches: int, num_replicas: int, data):
@@ -73,6 +74,7 @@ def test_the_host_has_room_for_what_waits_there_while_no_rank_is_lost():
     assert left.bound <= left.seconds == 94 and max(left.held) == LIMIT
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=12)
 @given(st.sampled_from(sorted(MOVING)), losses(2), st.integers(0, 2**32 - 1))
 def test_random_orders_with_moves_do_not_undercut_the_bound(way: str, lost: frozenset[ReplicaRank], seed: int):

@@ -47,6 +47,7 @@ def assert_is_the_same_job(found: Survivors, other: Survivors, replicas: tuple[i
     assert {*other.lost} == {ReplicaRank(replicas[each.replica], each.rank) for each in found.lost}
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=25)
 @given(jobs(presets=DRAINED), st.data())
 def test_a_renamed_program_is_proved_and_as_fast(job: Job, data: st.DataObject):
@@ -107,6 +108,7 @@ def assert_equal(one: Survivors, other: Survivors) -> None:
     assert {**vars(one), "schedule": 0} == {**vars(other), "schedule": 0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["flush", "zb-h1", "2bw"])
 def test_every_loss_has_the_program_of_its_own_search(name: str):
     """Of one, two and three ranks of six: what is looked up is what a search at the loss would have found."""
@@ -123,6 +125,7 @@ def test_every_loss_has_the_program_of_its_own_search(name: str):
     assert len(found) < 15
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=20)
 @given(jobs(presets=DRAINED, most_lost=4))
 def test_the_search_goes_by_no_names(job: Job):

@@ -24,6 +24,7 @@ def survive(job: Job):
     return without(job.schedule, job.num_microbatches, num_replicas=job.num_replicas, lost=job.lost, costs=job.costs)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60)
 @given(jobs(presets=DRAINED))
 def test_every_computation_is_done_once_by_a_rank_that_is_left(job: Job):

@@ -14,6 +14,7 @@ from tests.pipeline.survivors.jobs import schedule_of
 LOST = (ReplicaRank(0, 1),)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["flush", "2bw", "zb-h1", "bpipe", "interleaved"])
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_a_loss_arrives_as_it_was_found(name: str, num_replicas: int):

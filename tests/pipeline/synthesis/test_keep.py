@@ -53,6 +53,7 @@ def test_the_same_on_more_problems():
     _hold(_small(range(2000, 2300)))
 
 
+@pytest.mark.full
 def test_some_recomputes_take_less_than_all_and_than_whole_stages():
     """On four equal stages under a limit, beside all, none, and the stages of the first two ranks."""
     found = synthesize_keeping(FOUR, rounds=1)
@@ -84,6 +85,7 @@ def test_made_up_costs_never_crash_it(problem: Problem):
     assert found.seconds >= found.bound * (1 - 1e-9)
 
 
+@pytest.mark.full
 def test_a_limit_may_be_too_small_without_recomputes():
     """Two stages of a rank save 2 together, and one of them recomputes."""
     limits = {"limits": 1.2, "stage_input": 0.1, "rank_of_stage": (0, 1, 1, 0), "saved": 1.0}

@@ -115,6 +115,7 @@ def test_what_a_pair_rank_accepts_has_the_size_of_the_other_stage():
 # --- the bound
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [HOST, PAIR])
 def test_the_bound_lies_below_those_of_one_of_the_two(way):
     """With copies that take for ever it is that of any recompute, and not below what nothing limits."""
@@ -181,6 +182,7 @@ def _of_one_size(program: Program, row, problem: Problem, way: Way, chance: rand
     )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [HOST, PAIR])
 def test_nothing_beats_the_bound(way):
     """Drawn choices of small problems with their fastest drawn words, the pass's moves, and moves anywhere."""
@@ -198,6 +200,7 @@ def test_nothing_beats_the_bound(way):
 # --- the search
 
 
+@pytest.mark.full
 def test_both_are_faster_than_one_of_the_two():
     """Five eighths of what 1F1B holds on four ranks; the file, its proof and the certificate say what does what."""
     alone = [synthesize_keeping(FOUR, rounds=1), synthesize(PLAIN, moves="host", rounds=1)]
@@ -222,6 +225,7 @@ def test_both_are_faster_than_one_of_the_two():
     assert synthesize_fastest([FOUR], recomputes_some=True, moves="host", rounds=1).program == found.program
 
 
+@pytest.mark.full
 @given(problems(), st.sampled_from(["host", "best"]), st.sampled_from([0.0, 0.5, 2.0, 9.0]))
 @draws(12)
 def test_it_is_never_slower_than_one_of_the_two(problem, moves, seconds):
@@ -244,6 +248,7 @@ def test_a_limit_may_be_too_small_without_recomputes():
     assert max(found.held) <= 1.2 * (1 + 1e-9) and found.seconds >= found.bound * (1 - 1e-9)
 
 
+@pytest.mark.full
 def test_a_choice_that_is_given_may_move():
     """`synthesize` takes the choice as it is; its bound holds for any."""
     kept = tuple(Kept(*each) for each in product(range(4), range(12)) if each[1] % 2)

@@ -29,6 +29,7 @@ FOUR = Problem(
 )  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize("moves", ["host", "pair", "best"])
 def test_what_moves_leaves_room_for_a_faster_program(moves, splits):
@@ -46,6 +47,7 @@ def test_what_moves_leaves_room_for_a_faster_program(moves, splits):
     assert {at: len(each) for at, each in found.moved.items()} == {at: each for at, each in enumerate(counts) if each}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("moves", ["host", "pair"])
 def test_a_file_keeps_its_moves(moves):
     """What is written is what was found, continued for any number of batches; the certificate names what moves."""
@@ -59,6 +61,7 @@ def test_a_file_keeps_its_moves(moves):
     assert certificate["bound_holds_for"]["seconds_of_moves_to"] == {moves: {"out": [0.5] * 4, "back": [0.5] * 4}}
 
 
+@pytest.mark.full
 def test_where_moves_do_not_help_the_program_has_none():
     """Copies as long as a batch: the result is that of the search without them."""
     slow = replace(FOUR, costs=Costs(swap_out=1000.0, evict=1000.0))
@@ -68,6 +71,7 @@ def test_where_moves_do_not_help_the_program_has_none():
         assert found.seconds <= plain.seconds and (found.way, found.moved) == (None, {})
 
 
+@pytest.mark.full
 def test_sizes_of_stages_that_differ_are_counted_in_their_unit():
     """A stage of twice the size holds half as many; what the pass counts is what the rows hold."""
     sizes = [2.0, 1.0, 1.0, 0.5]
@@ -143,6 +147,7 @@ def test_the_bound_lies_between_those_with_and_without_limits():
                 assert bounds[0] == lower_bound(replace(found[0], limits=math.inf))[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [HOST, PAIR])
 def test_nothing_beats_the_bound(way):
     """All words of small problems, the fastest of them with moves of the pass and with moves anywhere in their rows."""

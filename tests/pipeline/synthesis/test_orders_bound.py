@@ -110,6 +110,7 @@ def test_fewer_states_give_a_lower_bound():
     assert bound_of_orders(problem, 500)[0] == found[2]
 
 
+@pytest.mark.full
 def test_programs_of_little_memory_are_near_the_bound():
     """Where the other bounds leave 17%, no program is faster; the certificate says why."""
     problem = _even(4, 8, 1.5)

@@ -53,6 +53,7 @@ def test_a_program_is_a_schedule_for_a_run():
     assert rows == [[each for each in row if each.kind in COMPUTATIONS] for row in alone.program.rows]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("placement", [v(4, 2), round_robin(4, 2), (0, 1, 2, 3), (0, 1, 1, 0, 2)])
 @pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -123,6 +124,7 @@ def test_times_go_on_from_known_ones():
     assert compared > 50
 
 
+@pytest.mark.full
 def test_rounds_decide_and_no_clock():
     """The same rounds, seed and number of processes make the same program; another number of processes is no worse."""
     problem = Problem(rank_of_stage=v(4, 2), num_microbatches=8, costs=Costs(latency=0.3), limits=4.0)
@@ -157,6 +159,7 @@ def test_what_allows_no_program_is_refused(change, text):
         replace(UNEVEN, **change)
 
 
+@pytest.mark.full
 @given(problems())
 @settings(max_examples=30, deadline=None)
 def test_made_up_costs_never_crash_it(problem):

@@ -25,6 +25,7 @@ def problem(placement, m, *, head=0.0, stages_of_rank=1, **more):
     )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("placement", "stages_of_rank", "head", "most"),
     [
@@ -172,6 +173,7 @@ SHORTEST = Costs(forward=5e-324, backward=0.0, backward_input=0.0, backward_weig
 """The least time above zero, a hundredth more of which is no more."""
 
 
+@pytest.mark.full
 @given(problems())
 @example(Problem(rank_of_stage=(0,), num_microbatches=1, costs=SHORTEST, limits=1.0, splits=False))
 @settings(max_examples=25, deadline=None)
@@ -184,6 +186,7 @@ def test_made_up_costs_never_crash_it(asked):
         assert least * (1 - 1e-6) <= held <= asked.limit_of(rank) * (1 + 1e-6)
 
 
+@pytest.mark.full
 def test_receives_stand_as_far_ahead_as_a_slow_link_needs():
     """A link that takes longer than a computation is waited for where a batch begins, and nowhere else."""
     costs = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, backward=2.0, latency=[2.5, 0.1, 0.1])

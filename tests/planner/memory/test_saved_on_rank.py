@@ -96,6 +96,7 @@ def test_the_estimate_is_the_count_along_the_rows(kept: frozenset[Kept], number:
         assert count * (1 - 1e-12) <= found <= count + most * in_a_v + 1e-6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("placement", "way", "recomputed"),
     [((0, 1, 2, 3), "host", ()), ((0, 1, 1, 0), "host", (2, 3)), ((0, 1, 2, 3), "pair", ())],

@@ -62,6 +62,7 @@ def kind_of(entry: Entry) -> str:
     return f"{kind}, {'H100' if entry.cluster.gpu == 'H100' else 'Blackwell'}"
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("name", "kinds", "kind", "count", "bar"),
     [

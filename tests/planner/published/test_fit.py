@@ -38,6 +38,7 @@ def test_finds_the_constants_again():
     assert not fit.unexplained and fit.mean_error < 1e-4
 
 
+@pytest.mark.full
 def test_names_runs_that_were_held_up():
     """With 1% noise, two runs that took 1.3 times as long neither bend the constants nor go unnoticed."""
     entries = made_up(noise=0.01)

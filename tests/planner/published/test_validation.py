@@ -50,6 +50,7 @@ def test_a_fitted_run_is_predicted_without_it(rows):
     assert other.worst == pytest.approx(whole.errors["iteration"])
 
 
+@pytest.mark.full
 def test_few_fitted_runs_are_not_held_against_a_fit_to_fewer(rows):
     """A file with some of them still tells the errors of the others."""
     found = row_errors([*FITTED[:6], *ENTRIES[-4:]], calibration(FITTED))
@@ -57,6 +58,7 @@ def test_few_fitted_runs_are_not_held_against_a_fit_to_fewer(rows):
     assert not any(row.left_out for row in found)
 
 
+@pytest.mark.full
 def test_a_run_that_is_far_off_does_not_hide(rows):
     """Leaving one out shows a run that the fit would have bent to: 1.5 times its time is an error of a third."""
     slow = replace(FITTED[1], seconds=1.5 * FITTED[1].seconds)

@@ -72,7 +72,7 @@ def is_no_slower(one: Search, other: Search) -> bool:
     return one.best >= other.best * (1 - 1e-9)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", FASTER)
 def test_a_better_machine_has_no_slower_best(asked, part):
     device, links = asked.cluster.device, asked.cluster.topology.bandwidth
@@ -98,7 +98,7 @@ def test_twice_the_machines_do_no_less_with_a_batch_twice_as_large(asked):
     assert is_no_slower(twice, asked)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "fewer", "more"),
     [

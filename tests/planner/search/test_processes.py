@@ -31,7 +31,7 @@ def shared(monkeypatch):
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [{}, {"objective": "memory", "num_simulated": 3}])
 def test_the_same_for_any_number_of_processes(shared, asked):
     expected = outcome(num_processes=1, **asked)

@@ -36,6 +36,7 @@ def test_fits_only_with_l2l_is_a_result():
     assert argv[argv.index("--l2l-update") + 1] == "deferred" and "--l2l-resident-stages" in argv
 
 
+@pytest.mark.full
 def test_where_others_fit_they_stay_as_they_were():
     """The same choices with the same times stand first, ranked by time; no sentence."""
     without, beside = searched(SMALL, schedules=SCHEDULES[:2]), searched(SMALL, num_simulated=100)

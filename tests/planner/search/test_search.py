@@ -92,6 +92,7 @@ def choices(outcome) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.full
 @draws(2)
 @given(memory=st.floats(0.15, 0.8), batch=st.sampled_from([(12, None), (24, None), (30, None), (6, 50)]))
 @example(memory=0.4, batch=(6, 50))  # a larger microbatch may make up a smaller batch, and so need less memory
@@ -197,6 +198,7 @@ def test_the_best_are_those_of_the_very_programs():
         assert each.estimate == again
 
 
+@pytest.mark.full
 def test_reasons():
     """Each rejection names what is wrong, with its numbers, and the choices that it excludes."""
     outcome = run(gpt3(40, 5120, 40), a100(2), global_batch_size=24, num_simulated=1)
@@ -310,6 +312,7 @@ def test_pressure_can_be_avoided():
     assert any("is short of memory, which slows it" in each.reason for each in avoided.rejected)
 
 
+@pytest.mark.full
 def test_mappings():
     """Pairs are put side by side where there are several nodes, and that is kept where they move activations or where
     it is faster, as for tied embeddings; the optimized mapping is tried for the best, and kept where it gains; on one
@@ -392,6 +395,7 @@ def test_refusals(changes, reason):
         Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, **changes)
 
 
+@pytest.mark.full
 def test_halves_are_searched_by_the_layers_that_train_them():
     """Where other layers train split backwards, these keep scores that the scope attention recomputes, and whole ones
     do not: so that scope is tried for zb-h1 and zbv alone, and floors of memory are of each."""

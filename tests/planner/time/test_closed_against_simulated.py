@@ -43,6 +43,7 @@ def require_near(found: Iterable[Asked]) -> None:
     assert errors[-1][0] <= 0.05, errors[-1]
 
 
+@pytest.mark.full
 def test_prices_of_random_times_are_those_of_the_simulation():
     """48 configurations with stages that differ, slow links, slow steps and reductions."""
     require_near(of_costs(4, "prices"))

@@ -353,6 +353,7 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_every_flag_is_read():
     """A flag that is neither refused nor said to be accepted without effect is read where the run is built."""
     folder = ROOT / "megatron"

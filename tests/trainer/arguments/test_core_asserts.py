@@ -133,6 +133,7 @@ def forward(stage, args) -> None:
     MTPLossLoggingHelper.tracker.clear()
 
 
+@pytest.mark.sample(2, "t5-0-60")
 @pytest.mark.parametrize(
     ("architecture", "seed", "number"),
     [("gpt", 0, 40), ("bert", 0, 20), ("t5", 0, 60), pytest.param("gpt", 1, 600, marks=pytest.mark.full)],

@@ -84,6 +84,7 @@ def bare(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

@@ -58,7 +58,7 @@ def nearly_equal(one: list[dict], other: list[dict], *, norm: float = 1e-6, weig
         assert (value - after[name]).abs().max() <= weight, name
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "bounds"),
     [

@@ -76,7 +76,7 @@ def _moments(results: list[dict]) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["2bw, bf16", *(name for name in CASES if name != "2bw, bf16")])
 @pytest.mark.parametrize("stop", [4, 3, 1, 2, 5])
 def test_stopped_and_resumed(tmp_path, name, stop):

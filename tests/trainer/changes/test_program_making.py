@@ -169,6 +169,7 @@ def changing(extra: str, **options) -> list[dict]:
     return run_case.train(2, flags, function=f"{__name__}:changing_case", **options)
 
 
+@pytest.mark.full
 def test_losses_are_those_of_flush_through_the_change(tmp_path):
     """Bit-equal on the same stages, with their gradients, before and behind it; all ranks change at the same batch, to
     the same rows, which are faster by the costs; and the times that were measured are those of each stage."""
@@ -193,6 +194,7 @@ def test_losses_are_those_of_flush_through_the_change(tmp_path):
     assert measured == other and 0 < measured.latency < 1  # seconds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recompute", "again"),
     [
@@ -220,6 +222,7 @@ def test_a_run_changes_what_it_recomputes(recompute, again):
     assert "that of zbv, with which the job began, takes" in lines
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "named", "moved"),
     [
@@ -271,6 +274,7 @@ def assert_same(ranks: list[dict], expected: list[dict], *, num_batches: int) ->
         assert all(torch.equal(rank["weights"][name], each) for name, each in same["weights"].items())
 
 
+@pytest.mark.full
 def test_2bw_keeps_both_versions_through_the_change(tmp_path):
     """A change behind iteration 5, where a checkpoint is saved, too: the next batch computes with the weights without
     the update of the fifth, like a run of 2bw that nothing disturbs. Who resumes there takes the program again."""
@@ -324,6 +328,7 @@ def test_2bw_changes_what_it_recomputes():
     assert [rank["saved_microbatches"] for rank in ranks] == [{0: 1}, {1: 1}]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("extra", "costs", "said"),
     [

@@ -14,7 +14,7 @@ TWO_BW = "--pipeline-schedule 2bw"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stages", "flags"),
     [

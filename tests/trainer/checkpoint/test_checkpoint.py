@@ -64,7 +64,7 @@ FULL = pytest.mark.full
 BF16 = {"bf16": True, "swiglu": True, "untie_embeddings_and_output_weights": True}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("writers", "source", "readers", "target", "tolerance"),
     [
@@ -86,6 +86,7 @@ def test_other_degrees_go_on_with_the_same_losses(saved, writers, source, reader
         assert losses == pytest.approx(uninterrupted[0][0], rel=tolerance)
 
 
+@pytest.mark.full
 def test_what_is_not_loaded_starts_fresh(saved):
     """--no-load-optim keeps the position, --finetune takes the weights alone; both then train differently."""
     directory, ((uninterrupted, _),) = saved(1)
@@ -183,7 +184,7 @@ VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-ra
 TWO_BW_D2 = "--pipeline-schedule 2bw --use-distributed-optimizer --hidden-dropout 0.1"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -229,7 +230,7 @@ def test_flush_checkpoint_serves_both_versions(saved):
     assert versions.keys() == {2, 3} and equal(versions[2], versions[3]) and slots == 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [TWO_STAGES, DISTRIBUTED], ids=["p=2", "distributed d=2"])
 def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
     """A checkpoint written the way Megatron-LM writes, entry by entry, goes on here exactly."""
@@ -241,7 +242,7 @@ def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
         assert (position["iteration"], position["consumed_train_samples"]) == (3, 12)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", [{"bf16": True}, {}], ids=["bf16", "fp32"])
 def test_tied_embeddings_of_the_distributed_optimizer(tmp_path, precision):
     """Their master weights and moments are saved from their own place, also where the bucket before has padding: the
@@ -357,7 +358,7 @@ def test_other_model_is_refused_before_anything_is_loaded(saved):
     assert "hidden_size is 16 there and 32 here" in message and untouched
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{}, {"bf16": True, **DISTRIBUTED}], ids=["fp32", "bf16"])
 def test_asynchronous_save_holds_the_moment_of_the_call(tmp_path, changes):
     """What training does to the weights while they are written does not reach the checkpoint."""

@@ -91,6 +91,7 @@ CUTS = {
 }
 
 
+@pytest.mark.sample(3, "t5", "deepseek_v3")
 @pytest.mark.parametrize(
     "name, cut", [pytest.param(*row, id=name, marks=() if n < 4 else pytest.mark.full)
                   for n, (name, row) in enumerate(CUTS.items())]
@@ -144,6 +145,7 @@ def _kind(name: str) -> str:
     return MODELS[name][0]
 
 
+@pytest.mark.full
 def test_further_layers_come_along(tmp_path):
     """The first losses of both tokens, under 2bw with tensor ranks that share out experts. What such a run saves
     converts back bit by bit, where its steps are too small to move a weight or a bias."""

@@ -123,6 +123,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["2bw", "zbv", *(pytest.param(name, marks=pytest.mark.full) for name in SCHEDULES if name not in ("2bw", "zbv"))],

@@ -53,6 +53,7 @@ CUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @table("model, writers, source, readers, target, exact", CUTS, usual=1)
 def test_other_cuts_go_on_with_the_same_numbers(saved, model, writers, source, readers, target, exact):
     """Losses, norms and weights are those of the run that went on; where only the cut differs, bit for bit."""
@@ -104,6 +105,7 @@ def test_the_cut_comes_from_the_checkpoint_on_request(saved):
     assert rest[-1]["losses"] == {iteration: whole[-1]["losses"][iteration] for iteration in (4, 5, 6)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["--bf16", f"--bf16 {SHARDED}", pytest.param("", marks=FULL)])
 def test_groups_that_look_alike_are_not_mixed_up(saved, kind):
     """The layers go on with --lr and the embeddings with --decoupled-lr: the groups differ in nothing else."""

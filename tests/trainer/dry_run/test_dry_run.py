@@ -326,6 +326,7 @@ def program_of(words: list[str], output: Path) -> None:
 FURTHER = "--mtp-num-layers 2 --position-embedding-type none --untie-embeddings-and-output-weights"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", "2bw", "bpipe", "bpipe --pipeline-recompute", f"flush {FURTHER}"])
 def test_estimate_of_a_real_run(schedule):
     """The activations of every stage are within 10% of what a real run of four stages counts, also where they move, and

@@ -86,6 +86,7 @@ def test_the_program_is_proved_and_not_slower_than_named_orders(profiled, extra,
     assert made.lines[0].startswith("auto: a batch takes")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("virtual", ["", V])
 def test_under_2bw_the_rows_repeat_at_the_rate_of_the_busiest_rank(profiled, virtual):
     """All batches but the first are alike and take the bound; the limit, which has room for two versions of weights and
@@ -133,6 +134,7 @@ def total(job: TrainConfig) -> float:
     return max(each.total for each in memory) / GIB
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("virtual", "limit"), [("", 0.0021), (V, 0.002)])
 def test_microbatches_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit):
     """Under a limit that keeps one microbatch of a stage on each rank, or not that, a stage recomputes some and keeps
@@ -187,6 +189,7 @@ class Copied(MeasuredHere):
         return {name: [0.1 for _ in sizes] for name in ("swap_out", "evict")}
 
 
+@pytest.mark.sample(1, "pair--0.0035")
 @pytest.mark.parametrize(
     ("moves", "virtual", "short"),
     [("host", "", 0.003), pytest.param("host", V, 0.0027, marks=pytest.mark.full), ("pair", "", 0.0035)],
@@ -216,6 +219,7 @@ def test_activations_move_where_memory_asks_for_it(moves, virtual, short):
             assert "auto: moved: nothing" in lines
 
 
+@pytest.mark.full
 def test_one_search_decides_what_is_recomputed_and_what_moves():
     """With room for two microbatches of four stages, a program that recomputes some and moves others is faster than
     one that recomputes alone. Its bound is the least of both searches."""
@@ -385,6 +389,7 @@ def made_case(*, made: auto_program.MadeProgram, **options) -> dict:
         return run_case.train_case(**options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("virtual", ["", pytest.param(V, marks=pytest.mark.full)])
 def test_2bw_trains_what_2bw_trains(profiled, virtual):
     """With the gradients of each batch, bit for bit; two stages in a V as one on each rank."""

@@ -93,6 +93,7 @@ class Peak(TorchDispatchMode):
             self._now -= num_bytes
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("in_bfloat16", [True, False])
 @pytest.mark.parametrize("splits_qkv", [True, False])
 @pytest.mark.parametrize(

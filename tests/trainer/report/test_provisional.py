@@ -165,6 +165,7 @@ def test_uniform_losses_do_not_depend_on_the_stages(num_ranks, flags):
     assert losses(train(num_ranks, f"{UNTIED} {UNIFORM} {flags}")) == losses(train_once(1, f"{UNTIED} {UNIFORM}"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -213,7 +214,7 @@ def test_the_modes_differ():
         assert all(f"2bw with provisional weights: {said}" in line for line in lines) and len(lines) == bool(said)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -233,6 +234,7 @@ def test_other_degrees_agree_to_rounding(num_ranks, flags):
     assert losses(train(num_ranks, f"{same} {flags}")) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.full
 def test_uniform_predictions_are_clipped_alike():
     """By the factor of the step before, whatever a stage's own gradients ask for: one stage has the norm of all. At
     this learning rate norms jump, so the factors would differ."""

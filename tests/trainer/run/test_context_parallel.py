@@ -100,6 +100,7 @@ def test_numbers_do_not_depend_on_the_cut(data, ranks, flags, cut):
     check(train(ranks, f"{SMOOTH} {flags} {data} {cut}"), on_one_rank(f"{flags} {data}"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags", [pytest.param("--use-distributed-optimizer", marks=pytest.mark.full), "--2bw-provisional stage"]
 )

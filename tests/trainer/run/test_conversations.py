@@ -216,6 +216,7 @@ RUNS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @table(("of", "ranks", "model", "cut"), RUNS, usual=3)
 def test_training_equals_a_loop_over_conversations(of, ranks, model, cut):
     """Losses, norms and weights after every batch, in whatever layers and cuts."""
@@ -231,6 +232,7 @@ def test_training_equals_a_loop_over_conversations(of, ranks, model, cut):
         torch.testing.assert_close(found[name], tensor, rtol=0.0, atol=5e-7, msg=lambda text, n=name: n + text)
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_bit_for_bit_in_the_next_epoch(tmp_path):
     """With dropout, evaluations and two versions of the weights; the order of an epoch is its own."""
     flags = f"{SFT} {ROPE} {TWO_BW} {DEEP} --hidden-dropout 0.1 --eval-iters 1 --eval-interval 3 {data()}"

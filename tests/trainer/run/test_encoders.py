@@ -27,7 +27,7 @@ def alone(program: str, schedule: str = "flush") -> list[dict]:
     return PROGRAMS[program][0](1, f"--pipeline-schedule {schedule}")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     "stages, schedule",

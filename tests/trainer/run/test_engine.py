@@ -50,6 +50,7 @@ RUNS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @table("model, layout", RUNS, usual=2)
 def test_training_equals_local_layers(model, layout):
     """Bit-equal, but where the loss is computed in another way, or tied gradients add up in another order. Predictions

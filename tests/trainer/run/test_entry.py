@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from megatron.pipeline.runtime.failure.errors import KEEPS_SURVIVORS, OnThisRank, is_ended_with_node
 from megatron.trainer import ranks as ranks_module
 from megatron.trainer.ranks import StopSignal
@@ -28,6 +30,7 @@ def run(*extra: str, rank: str | None = None) -> tuple[subprocess.CompletedProce
     return done, time.monotonic() - start
 
 
+@pytest.mark.full
 def test_wrong_command_line_is_printed_by_rank_0_only():
     """Status 2 on every rank, the sentence on rank 0 alone, before torch is imported."""
     with ThreadPoolExecutor() as both:  # at once

@@ -114,6 +114,7 @@ def test_every_bit_of_a_checkpoint_arrives_at_other_degrees(tmp_path, ranks, wri
         assert not [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)], read
 
 
+@pytest.mark.full
 @table(("writers", "written", "readers", "read"), RESUMED, usual=1)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, written, readers, read):
     """Weights and moments of experts, in both versions of 2bw: losses are those of a run that was not stopped."""
@@ -177,6 +178,7 @@ def test_weights_on_the_host(ranks, flags, exact):
         check(found, expected, 2e-6)
 
 
+@pytest.mark.full
 def test_a_stage_has_the_experts_of_all_ranks():
     """The parameters of a stage, as the run says them, do not depend on who holds its experts."""
     runs = train(1, FLAGS), train(2, f"{FLAGS} {FLAT} {SHARED}")

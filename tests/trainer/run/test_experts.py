@@ -84,6 +84,7 @@ def test_random_choices_do_not_depend_on_the_cut():
         assert expected and [record[name] for record in two if name in record] == expected
 
 
+@pytest.mark.full
 def test_losses_of_routers_are_reported():
     """The log and the metrics have them for training, and not for evaluations, where no router has any."""
     last = train(1, f"{EXPERTS} --eval-iters 1 --eval-interval 3")[-1]
@@ -110,6 +111,7 @@ def test_loads_of_experts_are_reported():
         assert ours["global_load_balancing_loss"] == pytest.approx(theirs["global_load_balancing_loss"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_recomputed_layers_report_the_same_losses():
     """megatron.core recomputes them in the backward, whose microbatch has the losses."""
     flags = f"{EXPERTS} {QUIET} --recompute-granularity full {RECOMPUTE}"
@@ -126,6 +128,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.full
 @table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=1)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers, cut, tolerance):
     """Weights and moments of routers and experts, in both versions of 2bw."""

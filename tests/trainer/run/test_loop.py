@@ -23,7 +23,7 @@ def exact_losses(num_ranks: int, schedule: str) -> dict[int, float]:
     return losses(train(num_ranks, f"{EXACT} --pipeline-schedule {schedule}"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw", "gpipe"])
 def test_losses_do_not_depend_on_the_number_of_stages(schedule):
     """p=1 and p=2 train to bit-equal losses, with dropout, untied and unclipped."""
@@ -45,6 +45,7 @@ def test_pipedream_trains():
     assert len(found) == 30 and found[30] < found[1]
 
 
+@pytest.mark.full
 def test_evaluations_and_checkpoints_change_nothing(tmp_path):
     """Drains for evaluations and checkpoints leave losses, weights and the generator bit for bit as they were."""
     flags = "--pipeline-schedule 2bw --train-iters 7"
@@ -139,6 +140,7 @@ def test_skip_train_only_evaluates():
     assert last(results)["iteration"] == 0
 
 
+@pytest.mark.full
 def test_an_evaluation_needs_no_optimizer(tmp_path):
     """--skip-train takes a checkpoint without optimizer state, and one of another learning rate, and has its loss."""
     for name, saved in (("bare", "--no-save-optim"), ("other", "--lr 1e-3 --lr-decay-style cosine")):

@@ -39,6 +39,7 @@ def reduced(num_read: int) -> str:
     return f"{uniform(num_read)} --2bw-provisional-reduce"
 
 
+@pytest.mark.full
 def test_a_rank_is_lost_while_it_predicts_and_comes_back(tmp_path):
     """A rank of the first stage dies before a prediction. When it is back, rank 0 lacks the step to version 7, behind
     which rank 3 has predicted version 8 and dies. A run of all ranks resumes from the checkpoint that the others save.

@@ -107,6 +107,7 @@ BEHIND_THE_SAVE = [name for name in CASES if "slow" in name]
 """Cases where ranks have left the save's border when one is lost, so they save next at the next border."""
 
 
+@pytest.mark.sample(1, "another in the gather")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in CASES]
 )

@@ -37,6 +37,7 @@ def with_them(job) -> set[int]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_group_is_lost_and_comes_back(tmp_path, depth):
     """2bw, sequence parallelism and dropout: rank 0, which owns --save and reads the data of its group, is lost, and

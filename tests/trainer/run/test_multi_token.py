@@ -71,6 +71,7 @@ def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
     check(train(ranks, f"{FURTHER} {flags} {cut}"), on_one_rank(flags), tolerance)
 
 
+@pytest.mark.full
 def test_losses_of_further_tokens_are_reported():
     """The log and the metrics have them for training, and not for evaluations; recomputing changes nothing."""
     last = train(1, f"{FURTHER} {UNTIED} --eval-iters 1 --eval-interval 3")[-1]
@@ -82,6 +83,7 @@ def test_losses_of_further_tokens_are_reported():
     assert numbers(recomputed) == numbers([last])
 
 
+@pytest.mark.full
 def test_the_factor_multiplies_the_mean_of_the_losses():
     """With a factor of 0 the layers learn nothing, and the others what they learn without them."""
     flags = f"{UNTIED} {SMOOTH} --weight-decay 0"
@@ -103,6 +105,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.full
 @table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=1)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers, cut, tolerance):
     """Weights and moments, in both versions of 2bw; the copy of the embedding is stored once."""

@@ -87,6 +87,7 @@ SAME_BITS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @table("flags, num_ranks, cut, alone", SAME_BITS, usual=1)
 def test_one_result_however_the_job_is_cut(flags, num_ranks, cut, alone):
     """Bit for bit: a matrix lies on one rank, whatever the schedule."""

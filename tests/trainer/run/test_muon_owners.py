@@ -65,6 +65,7 @@ SAME_BITS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @table("num_ranks, flags", SAME_BITS, usual=1)
 def test_owners_change_no_bit(num_ranks, flags):
     """Gradients of every batch, losses and weights are those of replicas that all step all parameters."""
@@ -88,6 +89,7 @@ def watch_predictions(run) -> Callable[[], list[dict[str, torch.Tensor]]]:
     return lambda: predictions
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "num_ranks, flags",
     [

@@ -117,6 +117,7 @@ BOUNDED = {
 }
 
 
+@pytest.mark.full
 @table("num_ranks, model, layout", BOUNDED, usual=1)
 def test_what_waits_on_the_host_changes_no_number(num_ranks, model, layout, capfd):
     """A bound of three microbatches on each device is bit-equal to one process, whose device holds them all."""
@@ -195,6 +196,7 @@ def test_a_synthesized_program_trains_what_one_process_trains(tmp_path):
     check(4, f"{CLIPPED} --global-batch-size 8", layout, exact=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("moves", "latency"), [("host", 2.0), ("pair", 4.0)])
 def test_a_synthesized_program_with_moves_trains_what_one_process_trains(moves, latency, tmp_path):
     """Backwards in halves, and microbatches that wait on the host or on the other rank: bit-equal to one process."""

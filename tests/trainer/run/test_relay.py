@@ -71,6 +71,7 @@ BIT_EQUAL = {
 }
 
 
+@pytest.mark.full
 @table("model, num_ranks, relay", BIT_EQUAL, usual=1)
 def test_the_relay_is_flush(model, num_ranks, relay):
     """On the ranks of a pipeline of one: losses, norms, learning rates and weights, with dropout, are bit-equal. Two
@@ -100,6 +101,7 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.full
 @table("model, num_ranks, layout", ON_RANKS, usual=1)
 def test_each_rank_relays_its_own_stages(model, num_ranks, layout):
     """p > 1: losses and weights of one process, bit for bit; squares of the norm are added in another order."""
@@ -181,6 +183,7 @@ def test_checkpoints_go_both_ways(saved, model, writers, source, readers, target
     check_cut(saved, model, writers, source, readers, target, exact=exact)
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_that_of_flush(saved):  # noqa: F811
     """Keys and shapes, masters and moments among them, are those of one stage with all layers."""
     stored = []
@@ -224,7 +227,7 @@ def test_evaluations_and_saving_change_nothing(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path, num_ranks):
     """SIGTERM in the middle, with inputs on the host: a checkpoint, and the next run ends with the weights of one that

@@ -99,6 +99,7 @@ def expected(schedule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "stages, schedule",
     [

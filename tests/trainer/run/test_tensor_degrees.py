@@ -33,6 +33,7 @@ def test_losses_at_another_tensor_parallel_size(flags, agree):
     assert one == pytest.approx(two, rel=0.05)
 
 
+@pytest.mark.full
 def test_ranks_that_share_a_query_group():
     """One group of keys and values over two ranks: the gradients' norms, of weights that the losses follow, are those
     of one rank."""

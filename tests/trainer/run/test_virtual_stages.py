@@ -117,6 +117,7 @@ def test_interleaved_equals_one_process(num_ranks, model, layout):
     check(num_ranks, model, layout, exact=True)
 
 
+@pytest.mark.full
 @table(ROW, CLOSE, usual=1)
 def test_interleaved_agrees_with_one_process(num_ranks, model, layout):
     """Tied embeddings, clipping, replicas and tensor ranks: equal to rounding."""

@@ -74,6 +74,7 @@ RUNS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @table("trained, num_ranks, flags", RUNS, usual=1)
 def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_ranks: int, flags: str):
     """Losses, norms, learning rates and validations are those of one process."""

@@ -32,6 +32,7 @@ def test_training_equals_one_process(num_ranks, model, layout):
     check(num_ranks, model, layout, exact=EXACT in model)
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_and_says_what_is_kept(tmp_path):
     """Saved and started anew: losses and weights are those of the whole run. What is kept between I and W is in the
     log line and the metrics, by pipeline rank, beside what is saved in full.

@@ -51,6 +51,7 @@ def train_beside_gpu_kernels(flags: str) -> dict:
         return train_case(flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     ["--bf16", pytest.param("--optimizer sgd", marks=FULL), pytest.param("--fp16 --optimizer lamb", marks=FULL)],
@@ -247,6 +248,7 @@ def dtypes_of_moments(run) -> Callable[[], set]:
     return lambda: {(str(each["exp_avg"].dtype), str(each["exp_avg_sq"].dtype)) for each in states.values()}
 
 
+@pytest.mark.full
 def test_runs_keep_moments_in_bf16(tmp_path):
     """On two stages and on two replicas, from a checkpoint, too; and not with the numbers of moments in FP32."""
     second = f"{NARROW} --exp-avg-sq-dtype bf16"

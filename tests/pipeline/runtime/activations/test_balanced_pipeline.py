@@ -35,7 +35,7 @@ def train(num_ranks, preset, training, *, moves, **options):
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("p", "preset", "options", "training"),
     [
@@ -88,7 +88,7 @@ def test_moved_activations_change_no_bit(p, preset, options, training):
     assert max(each.peak_bytes for each in moved) > 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("p", "preset", "options", "bound"),
     [

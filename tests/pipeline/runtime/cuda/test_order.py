@@ -62,6 +62,7 @@ def test_what_arrives_late_holds_up_the_stream_alone():
     assert found["growth"] == 0
 
 
+@pytest.mark.sample(1)
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("num_ranks", "kept", "moved"),

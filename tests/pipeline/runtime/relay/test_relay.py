@@ -57,6 +57,7 @@ def assert_same(outcomes, expected, *, exact=True):
     assert {name for outcome in outcomes for name in outcome.parameters} >= set(expected.parameters)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_ranks", "num_virtual_stages", "resident", "host_update"),
     [

@@ -144,6 +144,7 @@ def test_one_pass_has_the_bits_of_both(monkeypatch, made, each_of, factor, share
 PLAIN = {"has_gradient": True, "partial": torch.float32, "target": torch.float32, "where": None}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["loop", "fused"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_whole_blocks_and_threads(threads, options):

@@ -95,6 +95,7 @@ def outcomes():
     return Outcomes(TABLE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TABLE.keys() - USUAL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights, sinks of heads included, are those of a plain loop."""

@@ -110,6 +110,7 @@ def outcomes():
     return Outcomes(TABLE)
 
 
+@pytest.mark.sample(2, "zb-h1, heads-(2, 1, 1)")
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TABLE.keys() - USUAL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights are those of a plain loop over whole sequences."""

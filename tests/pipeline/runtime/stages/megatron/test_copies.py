@@ -42,6 +42,7 @@ MORE = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "row", [*ROWS.values(), *(pytest.param(each, marks=pytest.mark.full) for each in MORE.values())], ids=[*ROWS, *MORE]
 )
@@ -63,6 +64,7 @@ def test_a_job_without_a_rank_is_one_process(row):
         assert torch.equal(held.setdefault(name, tensor), tensor), f"copies of {name} differ"
 
 
+@pytest.mark.full
 def test_an_evaluation_of_copies_is_that_of_all_replicas():
     """Four microbatches of each replica's data, at weights that differ in last bits."""
     options = {**OF_TWO, "batches": (4, 4)}

@@ -122,6 +122,7 @@ def outcomes():
     return Outcomes(TABLE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights are those of a plain loop on one rank, which has all experts."""

@@ -85,13 +85,14 @@ def outcomes():
     return Outcomes(TABLE)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights are those of a plain loop that scales the routers' losses anew before each backward."""
     check(outcomes[name, layout], TABLE[name].allowed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("uniform", "router"),
     [
@@ -108,6 +109,7 @@ def test_predictions_equal_one_process(uniform, router):
     check_predictions(case, EXACT)
 
 
+@pytest.mark.full
 def test_without_the_losses_the_numbers_are_others():
     """So the table above would miss them."""
     with_them, without = Case(**FLUSH), Case(**FLUSH | {"balancing": "none"})

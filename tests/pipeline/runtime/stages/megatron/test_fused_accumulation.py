@@ -84,6 +84,7 @@ def test_fused_equals_unfused_on_many_ranks(name):
     assert_equal(train(FUSED, MANY_RANKS[name]), train(PLAIN, MANY_RANKS[name]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["2bw", "2bw captured"])
 def test_the_wheel_alone_adds_to_the_buffer_of_another_batch(name):
     """Without the repair norms are wrong under 2bw: what these tests guard against exists."""

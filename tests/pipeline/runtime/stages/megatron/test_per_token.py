@@ -65,13 +65,14 @@ def outcomes():
     return Outcomes(TABLE)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights are those of a plain loop that divides a batch's gradients by its number of tokens."""
     check(outcomes[name, layout], TABLE[name].allowed)
 
 
+@pytest.mark.sample(1, "(2, 2)-{'reduce_partial': True, 'distributed_optimizer': True, 'tied': True}")
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

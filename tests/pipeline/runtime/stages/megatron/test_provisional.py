@@ -124,7 +124,7 @@ def expected_and_found(case: cases.Case) -> tuple[dict, list[dict]]:
     return expected, results
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout"), rows(), ids=str)
 def test_training_equals_a_plain_loop(name, layout):
     """Losses, norms, the true weights, and the prediction with which the run would go on."""

@@ -51,7 +51,7 @@ def estimated(case: cases.Case) -> tuple[RankMemory, ...]:
     return estimate_memory(shape, setting, state, demand, layers=(case.layers // case.p,) * case.p)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TABLE)
 def test_weights_and_gradients_are_those_that_the_runtime_allocates(name):
     case = cases.Case(**TABLE[name])

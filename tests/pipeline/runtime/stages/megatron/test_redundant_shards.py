@@ -24,6 +24,7 @@ ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1, "2bw, FP16, an overflow")
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 def test_a_copy_is_its_shard(options):
     """Masters, moments and the weights that follow; under 2bw the older weights, too. The ring is that of replicas."""

@@ -198,7 +198,7 @@ def marked(table: dict[str, Row], *, full: Collection[str]) -> list:
     ]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TWINS | WIDE.keys()), ids=str)
 def test_training_equals_one_process(selection, name, layout):
     """Every layout reproduces the single process within what its row allows, and all ranks report alike."""
@@ -228,6 +228,7 @@ DROPOUT_OVER_TENSORS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.full), "sequence parallel"])
 def test_dropout_over_tensor_ranks_does_not_depend_on_the_pipeline(name):
     """With t=2 tensor ranks draw masks of their own, so no single process is the reference: p=2 equals p=1 instead."""

@@ -45,6 +45,7 @@ def assert_same(outcomes, expected, *, exact: bool = False) -> None:
         assert all(torch.equal(copies[0], other) for other in copies)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("weights", ["flush", "2bw"])
 def test_two_replicas_without_a_rank_are_one_process(weights, optimizer):
@@ -58,6 +59,7 @@ def test_two_replicas_without_a_rank_are_one_process(weights, optimizer):
         assert found["loss"] == pytest.approx(expected.evaluations[0]["loss"], rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("weights", ["flush", "2bw"])
 def test_two_peers_share_what_a_lost_rank_would_take(weights, optimizer):
@@ -78,6 +80,7 @@ def test_a_drained_job_changes_to_copies_in_place(weights):
     assert_same(outcomes, copies_cases.in_one_process(case))
 
 
+@pytest.mark.full
 def test_a_copy_between_copies_gets_from_two_and_gives_to_two():
     """The stage in the middle has one copy left; backwards are split, and the timeline has every computation."""
     case = Case(num_stages=3, lost=((1, 1),), weights="2bw", splits=True)
@@ -87,6 +90,7 @@ def test_a_copy_between_copies_gets_from_two_and_gives_to_two():
         assert word in outcomes[0].drawn
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,6 +111,7 @@ def test_ranks_that_are_left_run_the_program_made_for_them(options):
     assert_same(train(case), copies_cases.in_one_process(case))
 
 
+@pytest.mark.sample(1, "True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_copies_predict_from_what_the_replicas_would_have_read(tied):
     """Each copy has a part of these gradients, also of a weight that both ends share."""
@@ -125,6 +130,7 @@ def test_copies_predict_from_what_the_replicas_would_have_read(tied):
         assert outcome.left == (0, 0, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

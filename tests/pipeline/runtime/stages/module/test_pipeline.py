@@ -39,6 +39,7 @@ def test_flushing_schedules_are_ordinary_training(preset, num_ranks):
     assert_same(outcomes, reference.train(training, delay=0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_2bw_applies_gradients_of_the_version_before(num_ranks):
     """W(t+1) = W(t) - update(g(W(t-1))), bit-equal over nine batches of ramped-up size, drains in between included."""

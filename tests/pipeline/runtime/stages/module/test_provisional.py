@@ -60,7 +60,7 @@ def test_evaluations_use_the_true_weights(p):
     assert total / count == pytest.approx(sum(losses) / 2, rel=1e-6)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.full
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_a_given_number_is_equal_over_the_degrees(num_read):
     """With the same number on every stage p=1, 2 and 4 are the plain loop, bit for bit; 0: error feedback."""
@@ -160,6 +160,7 @@ def test_sums_are_divided_by_the_newest_count_that_there_is(p, num_read, changes
     assert len({reference.sum_of(*reference.data(index))[1].item() for index in range(33)}) > 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"provisional_microbatches": 2}])
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_tied_weights(p, options):
