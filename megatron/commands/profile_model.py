@@ -30,7 +30,7 @@ from megatron.documents.tables import console, lined_table
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread, StageTime
-from megatron.trainer.plan.command import model_argv
+from megatron.trainer.plan.command import missing_flags, model_argv
 from megatron.trainer.profile.session import ProfilingSession
 
 _POLICIES = {policy.name: policy for policy in (FLUSH, TWO_BW)}
@@ -71,7 +71,9 @@ def _run(options: argparse.Namespace) -> int:
     from megatron import backend  # imports torch
 
     session = _session(options)
-    command_line.require_file(options.output)  # refused before the measurement
+    command_line.require_file(options.output)  # refused before the measurement, which takes half a minute to begin
+    if missing := missing_flags(session.argv, architecture=session.architecture, iterations=session.iterations):
+        raise ValueError(f"nothing can be measured: {'; '.join(missing)}")
     backend.require_core()  # the processes that measure need it
     with command_line.unwinding("no profile is written"):
         profile = _measure(session)

@@ -86,6 +86,13 @@ def test_what_cannot_be_profiled_is_refused(run, tmp_path, arguments, status, me
     assert found == status and message in err and not list(tmp_path.iterdir())
 
 
+def test_missing_flags_are_told_before_a_process_starts(run, tmp_path):
+    """All of them at once."""
+    found, _, err = run("--output", tmp_path / "profile.json", "--processes", 1, "--num-layers", 4, "--seq-length", 8)
+    assert found == 1 and err.startswith("error: nothing can be measured: ") and "process" not in err
+    assert all(flag in err for flag in ("--hidden-size, --num-attention-heads", "--lr is", "--tokenizer-type is"))
+
+
 @pytest.mark.parametrize(("value", "threads"), [("", 1), ("4,2", 4), ("3", 3), ("many", None)])
 @pytest.mark.parametrize("command", [tool, measure])
 def test_threads_are_those_of_the_environment(monkeypatch, capsys, command, value, threads):
