@@ -104,8 +104,9 @@ def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[st
         return []
     if not args.redundant_optimizer:
         return ["the optimizer's shard is lost with a rank: the others go back to the last checkpoint of --save"]
-    weights = from_flags.training_state(args).weight_bytes if args.schedule.weights.max_live_versions(0, 1) > 1 else 0
-    state = _COPIED_BYTES + weights
+    policy = args.schedule.weights
+    keeps_older = policy.max_live_versions(0, 1) > 1 and not policy.predicts
+    state = _COPIED_BYTES + keeps_older * from_flags.training_state(args).weight_bytes
     most = max(each.num_parameters for each in memory) * state / num_replicas(args)
     return [f"copies of the optimizer's shards take up to {most / GIB:.2f} GiB of the host for each rank"]
 

@@ -260,7 +260,7 @@ def _held(parts: ModelAndOptimizer) -> dict:
     else:
         held, size = [], 0
     return {
-        "version": update.versions.newest,
+        "version": update.newest_version,
         "sums": None if sums is None else asdict(sums),
         "shards": held,
         "size": size,

@@ -28,6 +28,7 @@ P4 = "--pipeline-model-parallel-size 4"
 TWO_BW = f"--pipeline-schedule 2bw --eval-interval 4 --eval-iters 1 {DECAY}"
 STAGE = "--2bw-provisional stage --2bw-provisional-reduce"
 FEEDBACK = "--2bw-error-feedback"
+COPIES = "--use-distributed-optimizer --redundant-optimizer"
 SHARED = f"{EXPERTS} --expert-model-parallel-size 2 --lr 1e-3"
 
 
@@ -82,6 +83,15 @@ RUNS = {
     "lamb, error feedback": ("--optimizer lamb --lr 1e-3", "--2bw-error-feedback", "--2bw-error-feedback"),
     "muon": (MUON, reduced(2), uniform(4)),
     "experts": (f"{EXPERTS} {BIASED}", reduced(2), uniform(4)),
+    "shards": ("--clip-grad 0.3", f"{STAGE} {COPIES}", f"{STAGE} {P2}"),
+    "shards, tied, bf16": (f"{BASE} --bf16", f"{reduced(2)} {COPIES}", f"{uniform(4)} {P2}"),
+    "shards, fp16 that overflows": (
+        "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 2", f"{reduced(3)} {COPIES}", uniform(6),
+    ),
+    "shards, experts, by token": (
+        f"{EXPERTS} {BIASED} --clip-grad 0.3 --calculate-per-token-loss --hidden-dropout 0.1", f"{STAGE} {COPIES}",
+        f"{STAGE} {P2}",
+    ),
     "recomputed": ("--pipeline-recompute --optimizer-kernel fused", reduced(3), uniform(6)),
 }  # fmt: skip
 
@@ -123,6 +133,49 @@ def test_every_place_where_a_rank_can_be_lost(tmp_path, flags, losses):
     assert_nothing_lost(job, f"{shared} {uniform(8)}")
     expected = sorted(rank for rank, _, _, what in losses if what != "broken")
     assert sorted(moment.rank for moment in job.moments if moment.is_loss) == expected, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "losses"),
+    [
+        ("", [
+            [0, "copy", 2, "SIGKILL"], [5, "predict", 3, "SIGKILL"], [1, "copied", 4, "SIGSTOP"],
+            [4, "predicted", 6, "SIGKILL"], [7, "stepped", 6, "SIGKILL"], [2, "partial", 8, "SIGKILL"],
+        ]),
+        ("--bf16 --clip-grad 0.5", [
+            [6, "step", 2, "SIGKILL"], [3, "evaluation", 1, "SIGKILL"], [1, "without sums", 4, "broken"],
+            [0, "predicted", 5, "SIGKILL"], [7, "handed over", 3, "SIGKILL"], [5, "norm", 7, "SIGSTOP"],
+        ]),
+    ],
+    ids=["fp32", "bf16"],
+)  # fmt: skip
+def test_every_place_where_a_shard_can_be_lost(tmp_path, flags, losses):
+    """As `test_every_place_where_a_rank_can_be_lost`, where replicas share out the optimizer and keep copies."""
+    shared = f"--global-batch-size 16 --train-iters 9 {TWO_BW} {flags}"
+    saving = "--save saved --save-interval 4"
+    job = run(tmp_path, 8, f"{shared} {P2} {reduced(2)} {COPIES} {saving}", losses, timeout=500)
+    assert_nothing_lost(job, f"{shared} {uniform(8)}")
+    expected = sorted(rank for rank, _, _, what in losses if what != "broken")
+    assert sorted(moment.rank for moment in job.moments if moment.is_loss) == expected, job.outcome.output
+    assert "have loaded the checkpoint" not in job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("copies", ["--use-distributed-optimizer", COPIES])
+def test_shards_are_lost_for_good(tmp_path, copies):
+    """Without copies, or with a copy that is lost together with its shard, the last checkpoint is loaded, with its
+    predictions. A new process gets them from the others' memory."""
+    lost = [1] if copies != COPIES else [1, 2]
+    losses = [[rank, "forward", 6, "SIGKILL"] for rank in lost]
+    losses += [[0, "forward", iteration, "newcomer"] for iteration in (8, 11)]
+    flags = f"--global-batch-size 12 --train-iters 14 {TWO_BW} --clip-grad 0.5"
+    saving = f"--save {tmp_path}/saved --save-interval 4"
+    job = run(tmp_path, 3, f"{flags} {P1} {STAGE} {copies} {saving}", losses, max_restarts=1)
+    assert_nothing_lost(job, f"{flags} --2bw-provisional stage")
+    assert sorted(moment.rank for moment in job.moments if moment.is_loss) == lost, job.outcome.output
+    assert job.outcome.output.count("have loaded the checkpoint") == 1, job.outcome.output
+    assert "3 ranks of 3 go on" in job.outcome.output, job.outcome.output
 
 
 @pytest.mark.full
@@ -201,6 +254,7 @@ def test_groups_with_error_feedback(tmp_path, flags):
     [
         (reduced(1), uniform(4), 1, 0), (reduced(2), uniform(8), 1, 1), (FEEDBACK, FEEDBACK, 1, 2),
         (f"{SHARED} {BIASED} {reduced(1)}", f"{SHARED} {BIASED} {reduced(2)} {P1}", 2, 3),
+        (f"{reduced(2)} {COPIES}", uniform(8), 1, 4),
     ],
 )  # fmt: skip
 def test_ranks_are_lost_at_random_moments(tmp_path, predicted, whole, together, seed):

@@ -11,7 +11,8 @@ sends these gradients to the next rank before the all-reduce with the norm. No r
 the all-reduce ends on no rank before all ranks have begun it. So if any rank has made a version, every rank that is
 left has the gradients to make this version of its own shard and of its copy. If no rank has made it, all ranks drop the
 batch and have the version before. Older versions are not kept, with one exception: under 2bw, the weights of the
-version before the newest, which the next batch uses.
+version before the newest, which the next batch uses. Predicted weights are not in a copy: each rank has those of its
+whole stage.
 
 Ranks that share sequences (context parallelism) are lost together. So the "rank before" of a rank is the rank with the
 same place in the previous set of ranks that share sequences.
@@ -44,9 +45,10 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     optimizers_of,
 )
 from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-_WEIGHTS, _OLDER = "weights", "older"  # the weights of the newest version, and of the version before
+_WEIGHTS, _OLDER = "weights", "older"  # the newest weights that batches use, and those of the version before
 
 Flats = list[Tensor]
 """One flat tensor of a shard for each bucket of the rank's buffers, on the host."""
@@ -234,6 +236,7 @@ class RedundantShards:
     ) -> None:
         [self._optimizer] = optimizers_of(optimizer)
         self._versions, self._group, self._distance = versions, group, together
+        self._predicts = isinstance(versions, PredictedVersions)
         self._copies = copies and group is not None and group.size > together
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
         self.shard, size = (0, 1) if group is None else (group.rank, group.size)
@@ -268,7 +271,7 @@ class RedundantShards:
             return [group.pass_on(flat, self._distance) for flat in self._own(name)]
 
         states = {name: before(name) for name in _STATES}
-        older = before(_OLDER) if self._versions.window > 1 else None
+        older = before(_OLDER) if self._versions.window > 1 and not self._predicts else None
         shard = (self.shard - self._distance) % group.size
         self._copy = _Copy(self.cut, shard, own, group_of, states, older, count=numbers[-1].item())
 
@@ -308,8 +311,10 @@ class RedundantShards:
         return sum(flat.numel() * flat.element_size() for flat in flats)
 
     def copy_of(self, name: str) -> Flats:
-        """The copy's flats of a state, or of the weights of the newest version or the version before."""
+        """The copy's flats of a state, or of the newest weights that batches use or those of the version before."""
         self._copy.finish()
+        if name == _WEIGHTS and self._predicts:
+            return self._used(self._versions.newest, self._copy.shard)
         if name == _WEIGHTS:
             dtypes = self.cut.weight_dtypes
             return [flat.to(dtype) for flat, dtype in zip(self._copy.states["param"], dtypes, strict=True)]
@@ -320,10 +325,13 @@ class RedundantShards:
         if name in _STATES:
             return self.cut.filled(self.shard, lambda part: self._state(part.parameter)[name].detach())
         version = self._versions.newest - (name == _OLDER)
-        version = max(version, self._versions.live()[0])
+        return self._used(max(version, self._versions.live()[0]), self.shard)
+
+    def _used(self, version: int, shard: int) -> Flats:
+        """A shard of the weights that batches use as those of `version`."""
         tensors = self._versions.tensors(version)
         return self.cut.filled(
-            self.shard,
+            shard,
             lambda part: tensors[self._names[part.parameter]].detach().view(-1)[part.in_parameter],
             self.cut.weight_dtypes,
         )
@@ -332,7 +340,7 @@ class RedundantShards:
         return self._optimizer._get_main_param_and_optimizer_states(parameter)
 
     def _layout(self) -> _Layout:
-        has_older = self._versions.newest - 1 in self._versions.live()
+        has_older = self._versions.newest - 1 in self._versions.live() and not self._predicts
         dtypes = {name: [torch.float32] * len(self.cut.num_elements) for name in _STATES}
         dtypes |= dict.fromkeys([_WEIGHTS, *([_OLDER] if has_older else [])], self.cut.weight_dtypes)
         places = {}
@@ -374,6 +382,10 @@ class RedundantShards:
         dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
         for state in [] if self._optimizer.is_stub_optimizer else self._optimizer.optimizer.state.values():
             state["step"] = count.clone()
+        if self._predicts:
+            self._versions.show_newest()
+            self._versions.restart(layout.newest, weights[_WEIGHTS])
+            return
         older = {layout.newest - 1: weights[_OLDER]} if _OLDER in weights else {}
         self._versions.restore({**older, layout.newest: weights[_WEIGHTS]})
 

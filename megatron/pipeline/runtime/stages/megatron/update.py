@@ -354,10 +354,10 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         report = batch.report
         self._note(report)
         broken: RuntimeError | None = None
+        if self.shards is not None:
+            self.shards.step(None if report.overflow else batch.of_copy, coefficient)
         if report.overflow and self._prediction is None:
             self.versions.alias(version, of=version - 1)
-            if self.shards is not None:
-                self.shards.step(None, coefficient)
         elif not report.overflow:
             running = self._gradients.shown
             self._gradients.show(batch.buffer)
@@ -370,7 +370,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
                     torch._foreach_mul_(gradients, coefficient)
                 with self.versions.making(version, copy=self._copy_newest):
                     if self.shards is not None:
-                        broken = self._step_shards(batch, coefficient)
+                        broken = self._step_shard()
                     else:
                         self._inner.step_with_ready_grads()
                     if self._owners is not None:
@@ -387,14 +387,13 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         if broken is not None:
             raise broken
 
-    def _step_shards(self, batch: _Batch, coefficient: float) -> RuntimeError | None:
-        """Step this rank's shard and its copy of another shard, and gather the weights.
+    def _step_shard(self) -> RuntimeError | None:
+        """Step this rank's shard, and gather the weights.
 
-        If a rank is lost during the gather, the steps are complete nevertheless. Returns the error of the gather, or
+        If a rank is lost during the gather, the step is complete nevertheless. Returns the error of the gather, or
         None.
         """
         step_own_shard(self._inner)
-        self.shards.step(batch.of_copy, coefficient)
         try:
             if self._gathers:
                 gather_weights(self.chunks)

@@ -25,7 +25,7 @@ def shards(begins: int = 0, **options) -> dict:
             info = cases.batch_info(case, batch)
             engine.run_batch(info.num_microbatches, info.num_samples)
         reports = engine.drain()
-        names = (*NAMES, "older") if update.versions.window > 1 else NAMES
+        names = (*NAMES, "older") if update.versions.window > 1 and not case.predict else NAMES
         result = {
             "replica": parallel_state.get_data_parallel_rank(),
             "stage": parallel_state.get_pipeline_model_parallel_rank(),

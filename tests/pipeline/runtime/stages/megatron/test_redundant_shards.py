@@ -21,13 +21,15 @@ ROWS = {
     "2bw, BF16, tied": {**OF_TWO, "schedule": "2bw", "dtype": "bfloat16", "tied": True},
     "2bw, FP16, an overflow": {**OF_TWO, **FP16, "schedule": "2bw", "overflow_batches": (2,)},
     "flush, made later": {**OF_TWO, "begins": 2},
+    "2bw, predicted": {**OF_TWO, "schedule": "2bw", "predict": True, "reduce_partial": True},
 }  # fmt: skip
 
 
 @pytest.mark.sample(1, "2bw, FP16, an overflow")
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 def test_a_copy_is_its_shard(options):
-    """Masters, moments and the weights that follow; under 2bw the older weights, too. The ring is that of replicas."""
+    """Masters, moments and the weights that follow; under 2bw the older weights, too. The ring is that of replicas.
+    Where weights are predicted, steps are put off until predictions, and those of copies are not."""
     found = workers.run(options["p"] * options["d"], _CASE, **options)
     by_place = {(each["stage"], each["replica"]): each for each in found}
     for (stage, replica), each in by_place.items():
