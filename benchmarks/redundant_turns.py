@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron.pipeline.runtime.stages.megatron.redundant_shards import RedundantShards, _Copy
+from megatron.pipeline.runtime.stages.megatron.redundant_shards import RedundantShards
+from megatron.pipeline.runtime.stages.megatron.shard_copies import ShardCopy
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.run.pretraining import assemble, complete
@@ -54,11 +55,11 @@ def take_turns(job: Job) -> dict:
     run = assemble(initialize.set_up(args), program())
     for stage, iterator in zip(run.stages, run.samples(0, "training", 0), strict=True):
         stage.data_iterator = iterator
-    sends, steps = Stopwatch(RedundantShards, "exchange"), Stopwatch(_Copy, "_step")
+    sends, steps = Stopwatch(RedundantShards, "exchange"), Stopwatch(ShardCopy, "_step")
     size = args.global_batch_size
     num_microbatches = args.batch_sizes.num_microbatches(0)
     shards = run.update.shards
-    host_bytes = shards.num_bytes + sum(flat.numel() * 4 for flat in shards.copy_of("param"))
+    host_bytes = sum(each.num_bytes + sum(flat.numel() * 4 for flat in each.copy_of("param")) for each in shards.kinds)
     found: dict[str, list[float]] = {
         "with": [], "without": [], "processor with": [], "processor without": [], "sends": [], "steps": []
     }  # fmt: skip

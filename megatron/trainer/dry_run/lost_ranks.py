@@ -13,8 +13,9 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.losses import RankLoss, losses_of, single_losses
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, RankMemory, device_gib
+from megatron.planner.memory.parameters import stage_expert_parameters
 from megatron.trainer.arguments.architecture import architecture
-from megatron.trainer.arguments.flags.config import TrainConfig, num_places, num_replicas
+from megatron.trainer.arguments.flags.config import TrainConfig, num_expert_replicas, num_places, num_replicas
 from megatron.trainer.arguments.rules.lost_ranks import refusal
 from megatron.trainer.plan import from_flags
 
@@ -62,7 +63,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     except ValueError as error:
         return LossCosts((), (f"a lost rank ends this job: {error}",))
     refused = tuple(f"{' '.join(map(str, each.lost))}: {each.refusal}" for each in found if each.refusal)
-    lines = [*refused, *_memory_lines(args, found, memory), *_optimizer_lines(args, memory)]
+    lines = [*refused, *_memory_lines(args, found, memory), *_optimizer_lines(args, layers, memory)]
     if reason := refusal(args):
         lines.append(f"as it is, a lost rank ends this job: {reason}")
     return LossCosts(tuple(found), tuple(lines), seconds=costs is not None)
@@ -98,7 +99,7 @@ def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
     return from_flags.costs_by_arithmetic(args, from_flags.configuration_of(args, layers))
 
 
-def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[str]:
+def _optimizer_lines(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMemory]) -> list[str]:
     """A line about optimizer state that is lost with a rank, or about its copies; [] if replicas have it whole."""
     if not args.use_distributed_optimizer:
         return []
@@ -107,7 +108,11 @@ def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[st
     policy = args.schedule.weights
     keeps_older = policy.max_live_versions(0, 1) > 1 and not policy.predicts
     state = _COPIED_BYTES + keeps_older * from_flags.training_state(args).weight_bytes
-    most = max(each.num_parameters for each in memory) * state / num_replicas(args)
+    degrees = from_flags.activation_setting(args).expert_degrees
+    experts = stage_expert_parameters(architecture(args), layers, degrees)
+    of_ranks = [(each.num_parameters, sum(experts[stage] for stage in each.stages)) for each in memory]
+    shards = [(all_of - own) / num_replicas(args) + own / num_expert_replicas(args) for all_of, own in of_ranks]
+    most = max(shards) * state
     return [f"copies of the optimizer's shards take up to {most / GIB:.2f} GiB of the host for each rank"]
 
 

@@ -33,7 +33,7 @@ from megatron.documents import counted
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank
-from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
+from megatron.pipeline.runtime.stages.megatron.optimizers import groups_of_replicas, optimizers_of, shared_scaler
 from megatron.pipeline.runtime.stages.megatron.redundant_shards import is_steppable
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.narrow_moments import NarrowMoments
@@ -43,7 +43,7 @@ from megatron.trainer.changes.state_in_memory import hand_between
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, load_checkpoint
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
-from megatron.trainer.run.places import part_of
+from megatron.trainer.run.places import shared_out
 from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import ModelAndOptimizer, Run, setup_model_and_optimizer
 
@@ -97,7 +97,8 @@ class LostShards:
         self._args, self._rank = args, rank
         self._cut: int | None = None if is_new else 0  # the epoch in which the current shards were made
         self._built: _Built | None = None  # beside the current parts, until all ranks have built theirs
-        self._sources: list[int] | None = None  # ranks, by their first numbers, that send this one its shards
+        # For dense weights and experts, the ranks, by their first numbers, that send this one its shards.
+        self._sources: list[list[int]] | None = None
         self._told = ""
 
     @property
@@ -129,20 +130,18 @@ class LostShards:
             notes: rank of the job as it began -> its message, with `note` as "shards" and `is_new` as "is_new".
         """
         args = self._args
-        parts = {part_of(args, rank) for rank in range(args.world_size)}
+        own = shared_out(args, self._rank)
         known = {rank: {int(cut): held for cut, held in each["shards"].items()} for rank, each in notes.items()}
         for cut in sorted({cut for each in known.values() for cut in each}, reverse=True):
             held = {rank: each[cut] for rank, each in known.items() if cut in each}
             if not all(rank in held or each["is_new"] for rank, each in notes.items()):
                 continue
-            sources = {
-                part: _sources({rank: each for rank, each in held.items() if part_of(args, rank) == part})
-                for part in parts
-            }
-            if all(each is not None for each in sources.values()):
+            sources = [self._sources_of_kind(kind, held) for kind in range(len(own))]
+            if None not in [each for of_kind in sources for each in of_kind.values()]:
                 if self._built is not None and self._built.cut == cut:
                     self._take(run, self._built)
-                self._sources, self._built = sources[part_of(args, self._rank)], None
+                self._sources = [of_kind[part] for of_kind, part in zip(sources, own, strict=True)]
+                self._built = None
                 return list(held.values())
         self._sources = self._built = None  # parts that are built but not chosen now will never be used
         return []
@@ -164,7 +163,7 @@ class LostShards:
         parts = setup_model_and_optimizer(args, run.program, draws=False, copies=copies, locally=_then_together)
         built = _Built(epoch, parts)
         if root is None:
-            self._hand_over(run, parts, [ranks.index(rank) for rank in self._sources])
+            self._hand_over(run, parts, [[ranks.index(rank) for rank in of_kind] for of_kind in self._sources])
         else:
             as_saved = {"ckpt_step": None, "finetune": False} if run.has_saved else {}
             position = load_checkpoint(parts, args=replace(args, load=root, **as_saved), say=run.reporter.say)
@@ -184,6 +183,15 @@ class LostShards:
 
     # --- parts
 
+    def _sources_of_kind(self, kind: int, held: Mapping[int, dict]) -> dict[tuple[int, int], list[int] | None]:
+        """As `_sources`, for all dense weights or all experts of the job. `kind`: an index in `shared_out`."""
+        of_weights: dict[tuple[int, int], dict[int, dict]] = {
+            shared_out(self._args, rank)[kind]: {} for rank in range(self._args.world_size)
+        }
+        for rank, each in held.items():
+            of_weights[shared_out(self._args, rank)[kind]][rank] = each["shards"][kind]
+        return {weights: _sources(found) for weights, found in of_weights.items()}
+
     def _take(self, run: Run, built: _Built) -> None:
         if built.position is not None:
             run.stand_at(built.position)
@@ -191,13 +199,13 @@ class LostShards:
         run.model_and_optimizer, self._cut, self._built = built.parts, built.cut, None
         self._told = built.told or self._told
 
-    def _hand_over(self, run: Run, built: ModelAndOptimizer, sources: Sequence[int]) -> None:
+    def _hand_over(self, run: Run, built: ModelAndOptimizer, sources: Sequence[Sequence[int]]) -> None:
         """Fill `built` with the state of the current shards; set a new process's run to the position of the others."""
         before = None if self.is_new else run.model_and_optimizer
         shards, copies = None if before is None else before.update.shards, self._args.redundant_optimizer
         built.update.keep_shards(shards, sources, copies=copies)
         told = [None if before is None else (*_numbers(before), run.position(), run.saved_iteration)]
-        dist.broadcast_object_list(told, sources[0], group=built.chunks[0].intra_dp_cp_group)
+        dist.broadcast_object_list(told, sources[0][0], group=built.chunks[0].intra_dp_cp_group)
         [(of_scheduler, of_scaler, of_update, position, saved_iteration)] = told
         if is_steppable(built.optimizer):
             built.scheduler.load_state_dict(of_scheduler)
@@ -251,19 +259,16 @@ def _numbers(parts: ModelAndOptimizer) -> tuple[dict, dict | None, dict]:
 
 def _held(parts: ModelAndOptimizer) -> dict:
     update = parts.update
-    sums, shards = update.sums_of_newest(), update.shards
-    if shards is not None:
-        held, size = shards.held, shards.cut.size
-    elif update.is_drained:
-        group = parts.chunks[0].intra_dp_cp_group
-        held, size = [group.rank()], group.size()
+    sums = update.sums_of_newest()
+    if update.shards is not None:
+        shards = [{"held": each.held, "size": each.cut.size} for each in update.shards.kinds]
     else:
-        held, size = [], 0
+        groups = groups_of_replicas(parts.optimizer, parts.chunks[0])
+        shards = [{"held": [group.rank()] * update.is_drained, "size": group.size()} for group in groups]
     return {
         "version": update.newest_version,
         "sums": None if sums is None else asdict(sums),
-        "shards": held,
-        "size": size,
+        "shards": shards,
     }
 
 
@@ -274,12 +279,10 @@ def _stepped_by(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
 def _sources(held: Mapping[int, dict]) -> list[int] | None:
     """For each shard the rank that hands it over: its owner, or the rank with its copy. None if a shard is lost.
 
-    `held`: rank -> its entry in `note`.
+    `held`: rank -> what it has of these shards, as in `note`.
     """
     size = max((each["size"] for each in held.values()), default=0)
-    if size == 0:
-        return None
     found: dict[int, int] = {}
     for place in reversed(range(size)):  # so that a rank's own shard, which comes first, is set last
-        found |= {each["shards"][place]: rank for rank, each in held.items() if len(each["shards"]) > place}
-    return [found[shard] for shard in range(size)] if len(found) == size else None
+        found |= {each["held"][place]: rank for rank, each in held.items() if len(each["held"]) > place}
+    return [found[shard] for shard in range(size)] if found and len(found) == size else None

@@ -1,9 +1,11 @@
 """`--go-on-without-lost-ranks` on the command line: what goes with it, and what is refused with which sentence."""
 
+from collections import Counter
+
 import pytest
 
 from megatron.trainer.arguments.flags.config import num_places, ranks_of_place, replicas_of_place
-from megatron.trainer.run.places import part_of, place_of
+from megatron.trainer.run.places import part_of, place_of, shared_out
 from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import CPU, GPU, arguments
 from tests.trainer.arguments.t5_command_line import t5_arguments
@@ -40,6 +42,7 @@ FP8 = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --fp8-forma
         "--num-experts 2 --context-parallel-size 2",
         "--num-experts 2 --expert-model-parallel-size 2",
         "--num-experts 2 --expert-model-parallel-size 2 --optimizer muon",
+        "--num-experts 2 --expert-model-parallel-size 2 --use-distributed-optimizer --redundant-optimizer",
         "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise",
         "--optimizer muon --context-parallel-size 2",
         f"{FP8} --fp8-recipe tensorwise --distributed-backend gloo",
@@ -62,8 +65,6 @@ def test_replicas_of_a_pipeline_go_on(flags):
         ("--tensor-model-parallel-size 2", 2, "one replica leaves nobody with the weights of a lost rank"),
         ("--num-experts 2 --expert-model-parallel-size 2", 2,
          "--expert-model-parallel-size and one copy of each expert leaves nobody with the experts of a lost rank"),
-        ("--num-experts 2 --expert-model-parallel-size 2 --use-distributed-optimizer", 4,
-         "--expert-model-parallel-size above 1 and --use-distributed-optimizer has shards of experts and of other"),
         ("--num-experts 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2", 2,
          "--moe-router-load-balancing-type global_aux_loss counts tokens over all replicas before each backward"),
         ("--use-distributed-optimizer --redundant-optimizer --bf16 --use-precision-aware-optimizer", 2,
@@ -160,3 +161,27 @@ def test_who_is_lost_together(flags, ranks, replicas, num):
     assert len(places) == 2 * num
     for place in places:
         assert {part_of(args, rank) for rank in range(32) if place_of(args, rank) == place} == of_stage[place.rank]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dense", "experts"),
+    [
+        ("--num-experts 4", 16, None),
+        (f"{TENSOR} {CONTEXT}", 8, None),
+        ("--num-experts 4 --expert-model-parallel-size 4", 16, 4),
+        (f"--num-experts 4 {TENSOR} --expert-model-parallel-size 2", 8, 4),
+        (f"--num-experts 4 {TENSOR} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 8, 8),
+        (f"--num-experts 4 {TENSOR} {CONTEXT} --expert-model-parallel-size 4", 8, 2),
+    ],
+)
+def test_who_shares_out_the_optimizer(flags, dense, experts):
+    """So many ranks have shards of the same dense weights and of the same experts. Those of a place have equally many
+    of each, and with shards of experts have the same weights."""
+    args = arguments(f"{GO_ON} {flags} --pipeline-model-parallel-size 2 --global-batch-size 16", world_size=32)
+    of_ranks = [shared_out(args, rank) for rank in range(32)]
+    for kind, size in enumerate([dense] if experts is None else [dense, experts]):
+        counts = Counter(each[kind] for each in of_ranks)
+        assert set(counts.values()) == {size}
+        of_places = Counter((place_of(args, rank), each[kind]) for rank, each in enumerate(of_ranks))
+        assert set(of_places.values()) == {size // num_places(args)}
+    assert all(len(each) == 1 + (experts is not None) for each in of_ranks)

@@ -49,8 +49,11 @@ def test_a_t5_has_no_seconds(run_words):
     [
         ("", "the optimizer's shard is lost with a rank: the others go back to the last checkpoint of --save"),
         ("--redundant-optimizer --go-on-without-lost-ranks", "copies of the optimizer's shards take up to 0.00 GiB of"),
+        # 16 bytes for a quarter of 134.9 million dense parameters and a half of 537.0 million of experts
+        ("--redundant-optimizer --go-on-without-lost-ranks --num-experts 4 --expert-model-parallel-size 2 --dry-run 8 "
+         "--hidden-size 4096 --num-attention-heads 32", "copies of the optimizer's shards take up to 4.50 GiB of"),
     ],
-)
+)  # fmt: skip
 def test_what_becomes_of_the_optimizers_shards(dry, flags: str, word: str):
     status, out, err, found = dry(f"{JOB} --use-distributed-optimizer {flags}")
     assert (status, err) == (0, "") and len(found["lost"]["losses"]) == 2

@@ -150,7 +150,7 @@ class Places:
         _around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))
         _around(update, "gather_weights", before=of_time("gather"), after=of_time("gathered"))
         _around(RedundantShards, "take_over", before=of_time("hand over"), after=of_time("handed over"))
-        _around(RedundantShards, "make_copy", before=of_time("new copies"))  # at the start for the first time
+        _around(RedundantShards, "make_copies", before=of_time("new copies"))  # at the start for the first time
         _around(LostShards, "_take", before=of_time("shards taken"))
         _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
         _around(writer.CheckpointWriter, "_write_and_commit", before=of_time("save"))

@@ -263,9 +263,10 @@ def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig, c
 
 def _is_cut_over_others(optimizer: MegatronOptimizer, copies: CopyRanks) -> bool:
     """Whether the state of the optimizer is cut into shards over other ranks than the copies of a chunk."""
-    if not is_distributed(optimizer) or optimizers_of(optimizer)[0].is_stub_optimizer:
-        return False
-    return dist.get_process_group_ranks(optimizers_of(optimizer)[0].data_parallel_group) != list(copies.copies)
+    return is_distributed(optimizer) and any(
+        not each.is_stub_optimizer and dist.get_process_group_ranks(each.data_parallel_group) != list(ranks)
+        for each, ranks in zip(optimizers_of(optimizer), (copies.copies, copies.same_experts), strict=False)
+    )
 
 
 def _is_owned_by_others(optimizer: MegatronOptimizer, copies: CopyRanks) -> bool:

@@ -214,6 +214,11 @@ def bucket_of(flat: Tensor, bucket) -> Tensor:
     return flat[bucket.offset : bucket.offset + bucket.grad_data.numel()]
 
 
+def groups_of_replicas(optimizer: MegatronOptimizer, chunk: DistributedDataParallel) -> list[dist.ProcessGroup]:
+    """The ranks that share out the state of each of `optimizers_of`: of dense weights and, in a chain, of experts."""
+    return [chunk.intra_dp_cp_group, chunk.intra_expt_dp_group][: len(optimizers_of(optimizer))]
+
+
 def is_dense(param: Parameter) -> bool:
     """Whether each replica has the parameter: it belongs to no expert that ranks share out."""
     return getattr(param, "allreduce", True)

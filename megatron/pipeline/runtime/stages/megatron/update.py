@@ -44,12 +44,12 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
 from megatron.pipeline.runtime.stages.megatron.redundant_shards import (
-    Flats,
     RedundantShards,
     gather_weights,
     is_steppable,
-    step_own_shard,
+    step_own_shards,
 )
+from megatron.pipeline.runtime.stages.megatron.shard_copies import Flats
 from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, NormReduction, Partial
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.versions import WeightVersions
@@ -66,7 +66,7 @@ class _Batch(Batch):
     with_prediction: bool = False  # a prediction directly follows the step
     on_trial: bool = False  # an optimistic step has to leave the gradients as they are, in their buffer
     coefficient: float = 1.0  # by which such a step has multiplied the gradients
-    of_copy: Flats | None = None  # the reduced gradients of the shard of which this rank has a copy
+    of_copies: list[Flats | None] | None = None  # the reduced gradients of the shards of which this rank has copies
 
 
 class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
@@ -191,25 +191,23 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         self._begin_reductions()
 
     def keep_shards(
-        self, before: RedundantShards | None = None, sources: Sequence[int] = (), *, copies: bool = True
+        self, before: RedundantShards | None = None, sources: Sequence[Sequence[int]] = (), *, copies: bool = True
     ) -> None:
-        """Prepare to hand over this rank's shard of the optimizer, and with `copies` another rank's shard, too.
+        """Prepare to hand over this rank's shards of the optimizer, and with `copies` other ranks' shards, too.
 
         This is for `--redundant-optimizer`. Call it while drained. Collective over the ranks with the same stages.
 
         Args:
             before: this rank's shards from the update whose state is taken over; None: it has none of these shards.
-            sources: for each shard of `before`, the rank that hands it over; empty: nothing is taken over.
+            sources: for dense weights and experts, for each shard of `before` the rank that hands it over; empty:
+                nothing is taken over.
         """
         if not copies and not is_steppable(self._inner):
             return
-        self.shards = RedundantShards(
-            self.chunks, self._inner, self.versions, self._groups.data, copies=copies,
-            together=self._config.context_parallel_size,
-        )  # fmt: skip
+        self.shards = RedundantShards(self.chunks, self._inner, self.versions, self._groups, copies=copies)
         if sources:
-            self.shards.take_over(before, sources, self.chunks[0].intra_dp_cp_group)
-        self.shards.make_copy()
+            self.shards.take_over(before, sources)
+        self.shards.make_copies()
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:
@@ -275,7 +273,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         batch = self._batches[version]
         self._prepare(batch)
         if self.shards is not None:
-            batch.of_copy = self.shards.exchange(batch.buffer)
+            batch.of_copies = self.shards.exchange(batch.buffer)
         tokens = self.router_tokens
         self._complete(
             batch.report, batch.norm_squared.item(), stop_requests, losses,
@@ -355,7 +353,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         self._note(report)
         broken: RuntimeError | None = None
         if self.shards is not None:
-            self.shards.step(None if report.overflow else batch.of_copy, coefficient)
+            self.shards.step(None if report.overflow else batch.of_copies, coefficient)
         if report.overflow and self._prediction is None:
             self.versions.alias(version, of=version - 1)
         elif not report.overflow:
@@ -370,7 +368,7 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
                     torch._foreach_mul_(gradients, coefficient)
                 with self.versions.making(version, copy=self._copy_newest):
                     if self.shards is not None:
-                        broken = self._step_shard()
+                        broken = self._step_shards()
                     else:
                         self._inner.step_with_ready_grads()
                     if self._owners is not None:
@@ -387,13 +385,13 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         if broken is not None:
             raise broken
 
-    def _step_shard(self) -> RuntimeError | None:
-        """Step this rank's shard, and gather the weights.
+    def _step_shards(self) -> RuntimeError | None:
+        """Step this rank's shards, and gather the weights.
 
-        If a rank is lost during the gather, the step is complete nevertheless. Returns the error of the gather, or
+        If a rank is lost during the gather, the steps are complete nevertheless. Returns the error of the gather, or
         None.
         """
-        step_own_shard(self._inner)
+        step_own_shards(self._inner)
         try:
             if self._gathers:
                 gather_weights(self.chunks)

@@ -1,16 +1,18 @@
 """A job of megatron.core's stages whose ranks keep copies of each other's shards of the distributed optimizer."""
 
 import torch
+import torch.distributed as dist
 
-from megatron.core import parallel_state
+from megatron.pipeline.runtime.stages.megatron.optimizers import groups_of_replicas
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case, parallel
 
 NAMES = ("param", "exp_avg", "exp_avg_sq", "weights")
 
 
-def shards(begins: int = 0, **options) -> dict:
-    """Train, and return what this rank has of its own shard and of its copy: name -> one tensor a bucket.
+def shards(begins: int = 0, **options) -> list[dict]:
+    """Train, and return what this rank has of its own shard and of its copy: name -> one tensor a bucket. So for dense
+    weights, and for experts that ranks share out.
 
     `begins`: batches before the copies are made.
     """
@@ -26,16 +28,21 @@ def shards(begins: int = 0, **options) -> dict:
             engine.run_batch(info.num_microbatches, info.num_samples)
         reports = engine.drain()
         names = (*NAMES, "older") if update.versions.window > 1 and not case.predict else NAMES
-        result = {
-            "replica": parallel_state.get_data_parallel_rank(),
-            "stage": parallel_state.get_pipeline_model_parallel_rank(),
-            "overflows": sum(report.overflow for report in reports),
-            "own": {name: [flat.clone() for flat in update.shards._own(name)] for name in names},
-            "copy": {name: [flat.clone() for flat in update.shards.copy_of(name)] for name in names},
-            "held": update.shards.held,
-            "bytes": update.shards.num_bytes,
-        }
-        assert all(torch.isfinite(flat).all() for flats in result["own"].values() for flat in flats)
+        result = [
+            {
+                "replica": dist.get_process_group_ranks(group).index(dist.get_rank()),
+                "ranks": dist.get_process_group_ranks(group),
+                "overflows": sum(report.overflow for report in reports),
+                "own": {name: [flat.clone() for flat in shard._own(name)] for name in names},
+                "copy": {name: [flat.clone() for flat in shard.copy_of(name)] for name in names},
+                "held": shard.held,
+                "bytes": shard.num_bytes,
+            }
+            for shard, group in zip(
+                update.shards.kinds, groups_of_replicas(update.optimizer, update.chunks[0]), strict=True
+            )
+        ]
+        assert all(torch.isfinite(flat).all() for each in result for flats in each["own"].values() for flat in flats)
         engine.close()
         update.close()
         return result

@@ -21,6 +21,9 @@ ROWS = {
     "2bw, BF16, tied": {**OF_TWO, "schedule": "2bw", "dtype": "bfloat16", "tied": True},
     "2bw, FP16, an overflow": {**OF_TWO, **FP16, "schedule": "2bw", "overflow_batches": (2,)},
     "flush, made later": {**OF_TWO, "begins": 2},
+    "2bw, shared out experts": {
+        "p": 1, "d": 4, "e": 2, "experts": 4, "batches": (4,) * 4, "layers": 2, "clip": 0.5, "schedule": "2bw"
+    },
     "2bw, predicted": {**OF_TWO, "schedule": "2bw", "predict": True, "reduce_partial": True},
 }  # fmt: skip
 
@@ -29,17 +32,20 @@ ROWS = {
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 def test_a_copy_is_its_shard(options):
     """Masters, moments and the weights that follow; under 2bw the older weights, too. The ring is that of replicas.
-    Where weights are predicted, steps are put off until predictions, and those of copies are not."""
+    Where weights are predicted, steps are put off until predictions, and those of copies are not. Experts that ranks
+    share out have a ring of their own, and no copy lies with a rank that is lost together with the shard's."""
+    sharing = options.get("e", 1)
     found = workers.run(options["p"] * options["d"], _CASE, **options)
-    by_place = {(each["stage"], each["replica"]): each for each in found}
-    for (stage, replica), each in by_place.items():
-        before = (replica - 1) % options["d"]
-        assert each["held"] == [replica, before]
-        of_shard = by_place[stage, before]["own"]
-        for name, copies in each["copy"].items():
-            for copy, shard in zip(copies, of_shard[name], strict=True):
-                assert torch.equal(copy, shard), (name, stage, replica, (copy - shard).abs().max())
-        assert any(flat.any() for flat in of_shard["exp_avg"])
-        elements = sum(flat.numel() for flat in of_shard["param"])
-        older = sum(flat.numel() * flat.element_size() for flat in of_shard.get("older", []))
-        assert each["bytes"] == 12 * elements + older
+    for kind, distance in enumerate((sharing, 1)[: 2 if sharing > 1 else 1]):
+        by_place = {(*each[kind]["ranks"], each[kind]["replica"]): each[kind] for each in found}
+        for (*ranks, replica), each in by_place.items():
+            before = (replica - distance) % len(ranks)
+            assert each["held"] == [replica, before]
+            of_shard = by_place[(*ranks, before)]["own"]
+            for name, copies in each["copy"].items():
+                for copy, shard in zip(copies, of_shard[name], strict=True):
+                    assert torch.equal(copy, shard), (name, ranks, replica, (copy - shard).abs().max())
+            assert any(flat.any() for flat in of_shard["exp_avg"])
+            elements = sum(flat.numel() for flat in of_shard["param"])
+            older = sum(flat.numel() * flat.element_size() for flat in of_shard.get("older", []))
+            assert each["bytes"] == 12 * elements + older
