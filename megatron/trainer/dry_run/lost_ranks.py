@@ -13,7 +13,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.losses import RankLoss, losses_of, single_losses
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, RankMemory, device_gib
-from megatron.planner.memory.parameters import stage_expert_parameters
+from megatron.planner.memory.parameters import FP32, stage_expert_parameters
 from megatron.trainer.arguments.architecture import architecture
 from megatron.trainer.arguments.flags.config import TrainConfig, num_expert_replicas, num_places, num_replicas
 from megatron.trainer.arguments.rules.lost_ranks import refusal
@@ -105,9 +105,11 @@ def _optimizer_lines(args: TrainConfig, layers: Sequence[int], memory: Sequence[
         return []
     if not args.redundant_optimizer:
         return ["the optimizer's shard is lost with a rank: the others go back to the last checkpoint of --save"]
-    policy = args.schedule.weights
-    keeps_older = policy.max_live_versions(0, 1) > 1 and not policy.predicts
-    state = _COPIED_BYTES + keeps_older * from_flags.training_state(args).weight_bytes
+    state = _COPIED_BYTES
+    if args.schedule.provisional_microbatches == 0:
+        state += FP32
+    elif args.schedule.weights.max_live_versions(0, 1) > 1 and not args.schedule.weights.predicts:
+        state += from_flags.training_state(args).weight_bytes
     degrees = from_flags.activation_setting(args).expert_degrees
     experts = stage_expert_parameters(architecture(args), layers, degrees)
     of_ranks = [(each.num_parameters, sum(experts[stage] for stage in each.stages)) for each in memory]

@@ -169,6 +169,8 @@ class LostRanks:
             ValueError: some stage is on no remaining rank, or the program would be slower than `--minimum-speed`.
         """
         start = time.monotonic()
+        if admits and self._shards is not None:
+            self._shards.prepare_move(run)
         reports = [] if admits else self._give_up(run)
         self.epoch = self.membership.agree(self._note(run, settled, stop_requests), admits=admits, patience=_PATIENCE)
         if admits:  # no rank waits for this one any more, since all have come

@@ -114,6 +114,14 @@ class LostShards:
                 "handed to new processes; leave --max-restarts out"
             )
 
+    def prepare_move(self, run: Run) -> None:
+        """Let replicas that own parts of predicted weights exchange these before their connections end.
+
+        Collective over the present ranks; the run is drained. Shards need no exchange.
+        """
+        if run.update.weights.predicts and not is_steppable(run.optimizer):
+            run.update.versions.keep_for_move()
+
     def note(self, run: Run) -> dict:
         """This rank's state for the others: epoch of its shards -> version, sums and shards."""
         found = {} if self.is_new else {self._cut: run.model_and_optimizer}
@@ -264,7 +272,8 @@ def _held(parts: ModelAndOptimizer) -> dict:
         shards = [{"held": each.held, "size": each.cut.size} for each in update.shards.kinds]
     else:
         groups = groups_of_replicas(parts.optimizer, parts.chunks[0])
-        shards = [{"held": [group.rank()] * update.is_drained, "size": group.size()} for group in groups]
+        is_whole = update.is_drained and (not update.weights.predicts or update.versions.is_kept_for_move)
+        shards = [{"held": [group.rank()] * is_whole, "size": group.size()} for group in groups]
     return {
         "version": update.newest_version,
         "sums": None if sums is None else asdict(sums),

@@ -28,7 +28,8 @@ P4 = "--pipeline-model-parallel-size 4"
 TWO_BW = f"--pipeline-schedule 2bw --eval-interval 4 --eval-iters 1 {DECAY}"
 STAGE = "--2bw-provisional stage --2bw-provisional-reduce"
 FEEDBACK = "--2bw-error-feedback"
-COPIES = "--use-distributed-optimizer --redundant-optimizer"
+SHARDS = "--use-distributed-optimizer"
+COPIES = f"{SHARDS} --redundant-optimizer"
 SHARED = f"{EXPERTS} --expert-model-parallel-size 2 --lr 1e-3"
 
 
@@ -85,6 +86,8 @@ RUNS = {
     "experts": (f"{EXPERTS} {BIASED}", reduced(2), uniform(4)),
     "shards": ("--clip-grad 0.3", f"{STAGE} {COPIES}", f"{STAGE} {P2}"),
     "shards, tied, bf16": (f"{BASE} --bf16", f"{reduced(2)} {COPIES}", f"{uniform(4)} {P2}"),
+    "shards, error feedback, bf16": ("--bf16 --clip-grad 0.5", f"{FEEDBACK} {COPIES}", FEEDBACK),
+    "shards, error feedback, tied": (BASE, f"{FEEDBACK} {COPIES}", FEEDBACK),
     "shards, fp16 that overflows": (
         "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 2", f"{reduced(3)} {COPIES}", uniform(6),
     ),
@@ -137,42 +140,59 @@ def test_every_place_where_a_rank_can_be_lost(tmp_path, flags, losses):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("flags", "losses"),
+    ("flags", "predicted", "whole", "losses"),
     [
-        ("", [
+        ("", reduced(2), uniform(8), [
             [0, "copy", 2, "SIGKILL"], [5, "predict", 3, "SIGKILL"], [1, "copied", 4, "SIGSTOP"],
             [4, "predicted", 6, "SIGKILL"], [7, "stepped", 6, "SIGKILL"], [2, "partial", 8, "SIGKILL"],
         ]),
-        ("--bf16 --clip-grad 0.5", [
+        ("--bf16 --clip-grad 0.5", reduced(2), uniform(8), [
             [6, "step", 2, "SIGKILL"], [3, "evaluation", 1, "SIGKILL"], [1, "without sums", 4, "broken"],
             [0, "predicted", 5, "SIGKILL"], [7, "handed over", 3, "SIGKILL"], [5, "norm", 7, "SIGSTOP"],
         ]),
+        ("", FEEDBACK, FEEDBACK, [
+            [0, "predict", 3, "SIGKILL"], [5, "predicted", 4, "SIGKILL"], [4, "stepped", 5, "SIGKILL"],
+            [1, "evaluation", 1, "SIGKILL"], [6, "without sums", 7, "broken"], [2, "predict", 8, "SIGSTOP"],
+            [7, "handed over", 5, "SIGKILL"],
+        ]),
     ],
-    ids=["fp32", "bf16"],
+    ids=["fp32", "bf16", "error feedback"],
 )  # fmt: skip
-def test_every_place_where_a_shard_can_be_lost(tmp_path, flags, losses):
+def test_every_place_where_a_shard_can_be_lost(tmp_path, flags, predicted, whole, losses):
     """As `test_every_place_where_a_rank_can_be_lost`, where replicas share out the optimizer and keep copies."""
     shared = f"--global-batch-size 16 --train-iters 9 {TWO_BW} {flags}"
     saving = "--save saved --save-interval 4"
-    job = run(tmp_path, 8, f"{shared} {P2} {reduced(2)} {COPIES} {saving}", losses, timeout=500)
-    assert_nothing_lost(job, f"{shared} {uniform(8)}")
+    job = run(tmp_path, 8, f"{shared} {P2} {predicted} {COPIES} {saving}", losses, timeout=500)
+    assert_nothing_lost(job, f"{shared} {whole}")
     expected = sorted(rank for rank, _, _, what in losses if what != "broken")
     assert sorted(moment.rank for moment in job.moments if moment.is_loss) == expected, job.outcome.output
     assert "have loaded the checkpoint" not in job.outcome.output
 
 
+ALONE = "--2bw-provisional stage"
+"""For one process, which has no replicas whose mean it could read."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("copies", ["--use-distributed-optimizer", COPIES])
-def test_shards_are_lost_for_good(tmp_path, copies):
+@pytest.mark.parametrize(
+    ("predicted", "whole", "lost"),
+    [
+        (f"{STAGE} {SHARDS}", ALONE, [1]),
+        (f"{STAGE} {COPIES}", ALONE, [1, 2]),
+        (f"{FEEDBACK} {SHARDS}", FEEDBACK, [1]),
+        (f"{STAGE} {SHARDS} {MUON}", f"{ALONE} {MUON}", [1]),
+        (f"{FEEDBACK} {SHARDS} {MUON}", f"{FEEDBACK} {MUON}", [1]),
+    ],
+)
+def test_shards_are_lost_for_good(tmp_path, predicted, whole, lost):
     """Without copies, or with a copy that is lost together with its shard, the last checkpoint is loaded, with its
     predictions. A new process gets them from the others' memory."""
-    lost = [1] if copies != COPIES else [1, 2]
     losses = [[rank, "forward", 6, "SIGKILL"] for rank in lost]
     losses += [[0, "forward", iteration, "newcomer"] for iteration in (8, 11)]
     flags = f"--global-batch-size 12 --train-iters 14 {TWO_BW} --clip-grad 0.5"
     saving = f"--save {tmp_path}/saved --save-interval 4"
-    job = run(tmp_path, 3, f"{flags} {P1} {STAGE} {copies} {saving}", losses, max_restarts=1)
-    assert_nothing_lost(job, f"{flags} --2bw-provisional stage")
+    job = run(tmp_path, 3, f"{flags} {P1} {predicted} {saving}", losses, max_restarts=1)
+    assert_nothing_lost(job, f"{flags} {whole}")
     assert sorted(moment.rank for moment in job.moments if moment.is_loss) == lost, job.outcome.output
     assert job.outcome.output.count("have loaded the checkpoint") == 1, job.outcome.output
     assert "3 ranks of 3 go on" in job.outcome.output, job.outcome.output
@@ -215,6 +235,8 @@ def test_four_stages(tmp_path, predicted):
         f"{SHARED} --moe-router-load-balancing-type seq_aux_loss --hidden-dropout 0.1 --bf16 --clip-grad 0.3",
         f"{SHARED} {BIASED} {MUON} --clip-grad 0.3",
         f"{SHARED} {CONTEXT} {ALLTOALL} --clip-grad 0.3",
+        f"{SHARED} {BIASED} {COPIES} --clip-grad 0.3",
+        f"--tensor-model-parallel-size 2 --sequence-parallel {COPIES} --bf16 --clip-grad 0.3",
     ],
 )
 def test_groups_that_predict_together(tmp_path, flags):
@@ -229,7 +251,7 @@ def assert_two_groups_are_lost(folder, flags: str, first: tuple[str, int]) -> No
     losses = [[3, place, iteration, "SIGKILL"], [4, "forward", iteration + 2, "newcomer"]]
     shared = f"--global-batch-size 8 --train-iters 11 {TWO_BW} {P2} {flags}"
     job = run(folder, 8, shared, [*losses, [4, "predicted", 8, "SIGKILL"]], max_restarts=1)
-    assert_nothing_lost(job, shared, num_ranks=8)
+    assert_nothing_lost(job, shared.replace("--redundant-optimizer", ""), num_ranks=8)
     assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 4], job.outcome.output
     assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
 
@@ -241,6 +263,7 @@ def assert_two_groups_are_lost(folder, flags: str, first: tuple[str, int]) -> No
         f"{SHARED} {BIASED} {ALLTOALL} --clip-grad 0.3",
         f"{SHARED} {CONTEXT} --moe-shared-expert-intermediate-size 32",
         f"{CONTEXT} --bf16 --clip-grad 0.3",
+        f"{SHARED} {CONTEXT} {COPIES} --clip-grad 0.3",
     ],
 )
 def test_groups_with_error_feedback(tmp_path, flags):
@@ -254,7 +277,8 @@ def test_groups_with_error_feedback(tmp_path, flags):
     [
         (reduced(1), uniform(4), 1, 0), (reduced(2), uniform(8), 1, 1), (FEEDBACK, FEEDBACK, 1, 2),
         (f"{SHARED} {BIASED} {reduced(1)}", f"{SHARED} {BIASED} {reduced(2)} {P1}", 2, 3),
-        (f"{reduced(2)} {COPIES}", uniform(8), 1, 4),
+        (f"{reduced(2)} {COPIES}", uniform(8), 1, 4), (f"{FEEDBACK} {COPIES}", FEEDBACK, 1, 5),
+        (f"{SHARED} {BIASED} {reduced(1)} {COPIES}", f"{SHARED} {BIASED} {reduced(2)} {P1}", 2, 6),
     ],
 )  # fmt: skip
 def test_ranks_are_lost_at_random_moments(tmp_path, predicted, whole, together, seed):

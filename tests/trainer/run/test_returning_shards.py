@@ -108,11 +108,12 @@ def test_a_return_needs_no_copies(tmp_path, flags):
 
 
 @pytest.mark.full
-def test_a_new_process_that_cannot_take_its_part_ends_alone(tmp_path):
-    """The others go on, and take the next one in."""
+@pytest.mark.parametrize("predicted", ["", "--2bw-error-feedback"])
+def test_a_new_process_that_cannot_take_its_part_ends_alone(tmp_path, predicted):
+    """The others go on, and take the next one in. What they have exchanged of predictions for the first one counts."""
     losses = [[1, "forward", 6, "SIGKILL"], [0, "forward", 8, "newcomer"], [1, "restoring", 1, "error", 1]]
     losses += [[0, "forward", 12, "newcomer"]]
-    flags = f"--global-batch-size 4 --train-iters 15 --pipeline-schedule 2bw {SHARED} {DECAY} {MUON}"
+    flags = f"--global-batch-size 4 --train-iters 15 --pipeline-schedule 2bw {predicted} {SHARED} {DECAY} {MUON}"
     shape = f"--pipeline-model-parallel-size 1 --save {tmp_path}/saved --save-interval 4"
     job = run(tmp_path, 2, f"{flags} {shape}", losses, max_restarts=2)
     assert_nothing_lost(job, flags)
@@ -138,9 +139,14 @@ def test_a_rank_is_lost_in_the_return_to_owners(tmp_path, place, dies):
     assert loads == 1 + (dies == "old" or place in ("shards taken", "new program")), job.outcome.output
 
 
+READS = "2bw --2bw-provisional uniform --2bw-provisional-microbatches"
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["2bw", "zb-h1"])
-def test_shards_return_at_random_moments(tmp_path, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "whole"), [("2bw", "2bw"), ("zb-h1", "flush"), (f"{READS} 1 --2bw-provisional-reduce", f"{READS} 2")]
+)
+def test_shards_return_at_random_moments(tmp_path, schedule, whole):
     """Six losses in each job, of ranks that have come back, too. Of two replicas one is left, which has both shards."""
     flags = "--global-batch-size 4 --train-iters 20000 --eval-interval 50 --eval-iters 1 --lr 1e-4"
     shape = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {COPIES} --save saved --save-interval 80"
@@ -148,5 +154,4 @@ def test_shards_return_at_random_moments(tmp_path, schedule):
     assert len(ranks) == 6, ranks
     assert "have loaded the checkpoint" not in job.outcome.output
     last = max(record["iteration"] for record in job.records)
-    weights = "2bw" if schedule == "2bw" else "flush"
-    assert_nothing_lost(job, f"{flags} --pipeline-schedule {weights} --exit-interval {last}", is_stopped=True)
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {whole} --exit-interval {last}", is_stopped=True)

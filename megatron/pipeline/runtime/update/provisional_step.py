@@ -198,11 +198,16 @@ class LastUpdate:
         That is 2 new - old, or the parameter itself if its last step was skipped.
         """
         before = self.before.get(parameter)
-        _write(target, parameter if before is None else torch.lerp(before, parameter, 2.0))
+        _write(target, parameter if before is None else again(before, parameter))
 
     def end(self) -> None:
         """Forget the update, which was taken again."""
         self.before, self.is_known = {}, False
+
+
+def again(before: Tensor, after: Tensor) -> Tensor:
+    """What comes of `after` if the update from `before` to it is taken once more."""
+    return torch.lerp(before, after, 2.0)
 
 
 def _count_apart(optimizer: torch.optim.Optimizer) -> bool:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,9 +222,18 @@ class PredictedVersions(WeightVersions):
         for name, tensor in shown.items():
             self._parameters[name].data = tensor
 
-    def predicting(self, version: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """Context for a block that writes the predicted weights of `version`. Yields name -> tensor to write."""
-        return self.making(version, copy=False)
+    @contextmanager
+    def predicting(self, version: int) -> Iterator[dict[str, Tensor]]:
+        """Run a block that writes the predicted weights of `version`. Yields name -> tensor to write.
+
+        If the block fails, because a replica is lost that has a part of them, the version is forgotten.
+        """
+        with self.making(version, copy=False) as target:
+            try:
+                yield target
+            except Exception:
+                self._forget_newest()
+                raise
 
     def show_newest(self) -> None:
         """Show the true weights, for an evaluation or a checkpoint.
@@ -277,11 +286,29 @@ class PredictedVersions(WeightVersions):
         A prediction that takes the last update again does not follow from gradients, and stays as `restored`.
         """
         if self.newest > version:
-            made = self._table.pop(self.newest)
-            self.newest -= 1
+            made = self._forget_newest()
             assert self.newest == version in self._table, "a rank predicts a version after the step to the one before"
             if self.upcoming is not None:
                 self.restored = {name: tensor.clone() for name, tensor in self._slots[made].items()}
+
+    def _forget_newest(self) -> int:
+        """Forget the newest version; return its slot."""
+        slot = self._table.pop(self.newest)
+        self.newest -= 1
+        return slot
+
+    def keep_for_move(self) -> None:
+        """Show the true weights, and keep the upcoming prediction, so that both can be handed over without others.
+
+        Call it only while drained. Collective over replicas that share out the optimizer's state.
+        """
+        true = self.newest_tensors()
+        if self.upcoming is not None:
+            self.restored = self.upcoming() or {name: tensor.clone() for name, tensor in true.items()}
+
+    @property
+    def is_kept_for_move(self) -> bool:
+        return self._shown_slot == _TRUE and (self.upcoming is None or self.restored is not None)
 
     def newest_tensors(self) -> dict[str, Tensor]:
         """Show the true weights, and return their tensors by name."""

@@ -1,11 +1,14 @@
 """WeightVersions: the version-to-slot table, and what switching weights under a graph in flight does."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 
 def linear(weight, x):
@@ -146,3 +149,35 @@ def test_slots_may_be_views_of_one_buffer():
     assert shown == [1] and first.sum() == 8 and second.sum() == 16
     versions.load(0)
     assert shown == [1, 0] and first.sum() == 0
+
+
+def test_a_prediction_that_fails_is_forgotten():
+    """Where error feedback goes back, a whole prediction is kept to be made again, and a part of one is not."""
+    weight = nn.Parameter(torch.zeros(2))
+    versions = PredictedVersions({"weight": weight})
+    versions.upcoming = lambda: None
+    for fails in (True, False):
+        with contextlib.suppress(RuntimeError), versions.predicting(1) as target:
+            target["weight"][: 1 if fails else 2] = 1.0
+            if fails:
+                raise RuntimeError("a replica is lost")
+        assert versions.live() == ([0] if fails else [0, 1])
+        versions.go_back_to(0)
+        assert versions.restored is None if fails else versions.restored["weight"].tolist() == [1.0, 1.0]
+    versions.load(0)
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def test_what_a_move_takes_is_kept():
+    """The true weights are shown, and the upcoming prediction is known, which equals them if no update is known."""
+    weight = nn.Parameter(torch.zeros(2))
+    versions = PredictedVersions({"weight": weight})
+    versions.upcoming = lambda: None
+    with versions.predicting(1) as target:
+        target["weight"].fill_(1.0)
+    versions.show_newest()
+    assert not versions.is_kept_for_move
+    versions.keep_for_move()
+    assert versions.is_kept_for_move and weight.tolist() == versions.restored["weight"].tolist() == [0.0, 0.0]
+    versions.load(1)
+    assert not versions.is_kept_for_move and weight.tolist() == [1.0, 1.0]

@@ -65,6 +65,7 @@ class MegatronPrediction:
         reduces: `reduce_partial`.
         clip_factor: the factor by which the last step that was not skipped clipped; None: steps clip, but there was
             none yet.
+        last_update: the update that predictions take again; None: they read gradients.
 
     Raises:
         ValueError: a precision-aware optimizer, whose FP32 masters cannot be read.
@@ -89,7 +90,7 @@ class MegatronPrediction:
         self._chunks = chunks
         self.reduces = reduce_partial
         self._uniform = provisional_microbatches is not None
-        self._last_update = LastUpdate() if provisional_microbatches == 0 else None
+        self.last_update = LastUpdate() if provisional_microbatches == 0 else None
         self._distributed = is_distributed(optimizer)
         replicas, expert_replicas = chunks[0].dp_cp_group.size(), chunks[0].expt_dp_group.size()
         self._num_unread = 0 if reduce_partial else replicas - 1
@@ -115,7 +116,7 @@ class MegatronPrediction:
             make_slot=slots and slots.make,
             on_switch=slots and slots.switch,
         )
-        if self._last_update is not None:
+        if self.last_update is not None:
             self.versions.upcoming = self._upcoming
         summed, averaged = tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
@@ -279,10 +280,10 @@ class MegatronPrediction:
         if not self._provisionals:
             return
         with self.versions.true_weights():
-            if self._last_update is not None:
-                self._last_update.begin(self._model_of)
+            if self.last_update is not None:
+                self.last_update.begin(self._model_of)
             for each in self._provisionals:
-                each.step(coefficient, puts_off=with_prediction and self._last_update is None)
+                each.step(coefficient, puts_off=with_prediction and self.last_update is None)
 
     def finish(self) -> None:
         """Take the steps that are put off: no prediction follows."""
@@ -298,22 +299,22 @@ class MegatronPrediction:
             if restored is not None:
                 for name, tensor in target.items():
                     tensor.copy_(restored[name])
-                return
-            with self.versions.true_weights():
-                self._take_again(target)
-            self._gather()
-        self._last_update.end()
+            else:
+                with self.versions.true_weights():
+                    self._take_again(target)
+                self._gather()
+        self.last_update.end()
 
     def _take_again(self, target: Mapping[str, Tensor]) -> None:
         for own, (model, part) in self._model_of.items():
-            self._last_update.write(own, target[self._names[model]].view(-1)[part])
+            self.last_update.write(own, target[self._names[model]].view(-1)[part])
 
     @torch.no_grad()
     def _upcoming(self) -> dict[str, Tensor] | None:
         """The next prediction of a drained run, which shows its true weights."""
         if self.versions.restored is not None:
             return dict(self.versions.restored)
-        if not self._last_update.is_known:
+        if not self.last_update.is_known:
             return None
         result = {name: torch.zeros_like(parameter.data) for parameter, name in self._names.items()}
         self._take_again(result)

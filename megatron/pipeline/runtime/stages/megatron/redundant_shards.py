@@ -12,7 +12,7 @@ the all-reduce ends on no rank before all ranks have begun it. So if any rank ha
 left has the gradients to make this version of its own shard and of its copy. If no rank has made it, all ranks drop the
 batch and have the version before. Older versions are not kept, with one exception: under 2bw, the weights of the
 version before the newest, which the next batch uses. Predicted weights are not in a copy: each rank has those of its
-whole stage.
+whole stage. If predictions take the last update again (error feedback), a copy also has the masters before that update.
 
 Ranks that share sequences (context parallelism) or share out experts are lost together. So the "rank before" of a rank
 is the rank with the same place in the previous set of such ranks.
@@ -27,6 +27,7 @@ A copy has the shapes of its shard. So on the same kind of processor the two are
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -49,11 +50,21 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     named_parameters,
     optimizers_of,
 )
-from megatron.pipeline.runtime.stages.megatron.shard_copies import STATES, Flats, ShardCopy, ShardCut, count_of
+from megatron.pipeline.runtime.stages.megatron.shard_copies import (
+    STATES,
+    Flats,
+    Part,
+    ShardCopy,
+    ShardCut,
+    count_of,
+)
+from megatron.pipeline.runtime.update.provisional_step import LastUpdate, again
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 _WEIGHTS, _OLDER = "weights", "older"  # the newest weights that batches use, and those of the version before
+_BEFORE = "before"  # the masters before the last step, if predictions take that step again
+_UPCOMING = "upcoming"  # the prediction that follows from them
 
 
 class _Layout(NamedTuple):
@@ -82,6 +93,10 @@ class RedundantShards:
         chunks, optimizer, versions: of the rank.
         groups: the groups of the chain. A single rank with its weights keeps no copy.
         copies: keep copies; if not, a rank has only its own shards.
+        last_update: the update that predictions take again; None: they take none again.
+
+    Attributes:
+        kinds: the shards of dense weights, and of experts.
 
     Raises:
         ValueError: the optimizer is not torch's Adam, so its shards cannot be stepped on the host.
@@ -95,6 +110,7 @@ class RedundantShards:
         groups: ChainGroups,
         *,
         copies: bool,
+        last_update: LastUpdate | None = None,
     ) -> None:
         self._versions, self._groups_of_replicas = versions, groups_of_replicas(optimizer, chunks[0])
         buffers = [buffer for chunk in chunks for buffer in buffers_of(chunk)]
@@ -105,7 +121,7 @@ class RedundantShards:
         place = math.lcm(cut * config.context_parallel_size, sharing)  # the ranks that are lost together
         rings = (groups.data, place // cut), (groups.expert_data, place // sharing)
         self.kinds = [
-            _Shard(each, *ring, versions, buffers, names, copies=copies)
+            _Shard(each, *ring, versions, buffers, names, copies=copies, last_update=last_update)
             for each, ring in zip(optimizers_of(optimizer), rings, strict=False)
         ]
 
@@ -139,18 +155,18 @@ class RedundantShards:
             before: the shards of the other cut that this rank has; None: it has none of these shards.
             sources: for dense weights and experts, the global rank that hands over each shard of the other cut.
         """
-        weights: dict[int, dict[str, Tensor]] = {}
+        newest, weights = 0, defaultdict(dict)
         for number, each in enumerate(self.kinds):
             of_before = None if before is None else before.kinds[number]
-            found = each.take_over(of_before, sources[number], self._groups_of_replicas[number])
-            for version, tensors in found.items():
-                weights.setdefault(version, {}).update(tensors)
+            newest, found = each.take_over(of_before, sources[number], self._groups_of_replicas[number])
+            for name, tensors in found.items():
+                weights[name].update(tensors)
         if isinstance(self._versions, PredictedVersions):
-            [(newest, predicted)] = weights.items()
             self._versions.show_newest()
-            self._versions.restart(newest, predicted)
+            self._versions.restart(newest, weights[_WEIGHTS], upcoming=weights.get(_UPCOMING))
         else:
-            self._versions.restore(weights)
+            older = {newest - 1: weights[_OLDER]} if _OLDER in weights else {}
+            self._versions.restore({**older, newest: weights[_WEIGHTS]})
 
 
 class _Shard:
@@ -160,9 +176,12 @@ class _Shard:
         optimizer: the distributed optimizer.
         group: the chain's group of the ranks that have the shards; None for a single rank, which keeps no copy.
         distance: how many ranks of the group, one after another, are lost together.
-        versions, copies: as for `RedundantShards`.
+        versions, copies, last_update: as for `RedundantShards`.
         buffers: megatron.core's buffers of the rank, in the order of a gradient slot's flat tensors.
         names: parameter of the rank -> name.
+
+    Attributes:
+        further: what a copy has besides masters and moments: older weights or older masters; None: nothing.
     """
 
     def __init__(
@@ -175,10 +194,14 @@ class _Shard:
         names: Mapping[Parameter, str],
         *,
         copies: bool,
+        last_update: LastUpdate | None,
     ) -> None:
-        self._optimizer, self._versions = optimizer, versions
+        self._optimizer, self._versions, self._last_update = optimizer, versions, last_update
         self._group, self._distance = group, distance
         self._predicts = isinstance(versions, PredictedVersions)
+        self.further: str | None = _OLDER if versions.window > 1 and not self._predicts else None
+        if last_update is not None:
+            self.further = _BEFORE
         self._copies = copies and group is not None and group.size > distance
         self.shard, size = (0, 1) if group is None else (group.rank, group.size)
         self.cut = ShardCut(optimizer, size, buffers)
@@ -213,7 +236,7 @@ class _Shard:
             return [group.pass_on(flat, self._distance) for flat in self._own(name)]
 
         states = {name: before(name) for name in STATES}
-        older = before(_OLDER) if self._versions.window > 1 and not self._predicts else None
+        older = None if self.further is None else before(self.further)
         shard = (self.shard - self._distance) % group.size
         self._copy = ShardCopy(self.cut, shard, own, group_of, states, older, count=numbers[-1].item())
 
@@ -245,21 +268,27 @@ class _Shard:
         return sum(flat.numel() * flat.element_size() for flat in flats)
 
     def copy_of(self, name: str) -> Flats:
-        """The copy's flats of a state, or of the newest weights that batches use or those of the version before."""
+        """The copy's flats of a state, of the newest weights that batches use, or of what a copy has besides."""
         self._copy.finish()
         if name == _WEIGHTS and self._predicts:
             return self._used(self._versions.newest, self._copy.shard)
         if name == _WEIGHTS:
             dtypes = self.cut.weight_dtypes
             return [flat.to(dtype) for flat, dtype in zip(self._copy.states["param"], dtypes, strict=True)]
-        return self._copy.older if name == _OLDER else self._copy.states[name]
+        return self._copy.older if name == self.further else self._copy.states[name]
 
     def _own(self, name: str) -> Flats:
         """As `copy_of`, but for this rank's own shard, whose part of the weights needs no gather."""
         if name in STATES:
             return self.cut.filled(self.shard, lambda part: self._state(part.parameter)[name].detach())
+        if name == _BEFORE:
+            return self.cut.filled(self.shard, self._before)
         version = self._versions.newest - (name == _OLDER)
         return self._used(max(version, self._versions.live()[0]), self.shard)
+
+    def _before(self, part: Part) -> Tensor:
+        master = self._state(part.parameter)["param"]
+        return self._last_update.before.get(master, master.detach())
 
     def _used(self, version: int, shard: int) -> Flats:
         """A shard of the weights that batches use as those of `version`."""
@@ -274,9 +303,12 @@ class _Shard:
         return self._optimizer._get_main_param_and_optimizer_states(parameter)
 
     def _layout(self) -> _Layout:
-        has_older = self._versions.newest - 1 in self._versions.live() and not self._predicts
-        dtypes = {name: [torch.float32] * len(self.cut.num_elements) for name in STATES}
-        dtypes |= dict.fromkeys([_WEIGHTS, *([_OLDER] if has_older else [])], self.cut.weight_dtypes)
+        wide, dtypes = [torch.float32] * len(self.cut.num_elements), {_WEIGHTS: self.cut.weight_dtypes}
+        dtypes |= dict.fromkeys(STATES, wide)
+        if self.further == _BEFORE:
+            dtypes[_BEFORE] = wide
+        elif self.further == _OLDER and self._versions.newest - 1 in self._versions.live():
+            dtypes[_OLDER] = self.cut.weight_dtypes
         places = {}
         for parameter, name in self._names.items():
             number, place = self.cut.whole(parameter)
@@ -285,10 +317,11 @@ class _Shard:
 
     def take_over(
         self, before: _Shard | None, sources: Sequence[int], group: dist.ProcessGroup
-    ) -> dict[int, dict[str, Tensor]]:
+    ) -> tuple[int, dict[str, dict[str, Tensor]]]:
         """Fill this rank's shard with the state of another cut. Collective over `group`.
 
-        Returns the weights that batches use: version -> name -> tensor.
+        Returns the newest version, and the weights that batches use: the newest, the older and the upcoming ones, where
+        there are such, by name.
         """
         rank, told = dist.get_rank(), [None if before is None else before._layout()]
         dist.broadcast_object_list(told, sources[0], group=group)
@@ -308,14 +341,34 @@ class _Shard:
             if name in STATES:
                 for _, part in self.cut.parts(self.shard):
                     self._state(part.parameter)[name].copy_(found[self._names[part.parameter]][part.in_parameter])
-            else:
+            if name not in STATES or (name == "param" and _BEFORE in layout.dtypes):
                 weights[name] = {each: found[each].view(parameter.shape) for parameter, each in self._names.items()}
         count = torch.tensor(0.0 if before is None else before._count)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
         for state in [] if self._optimizer.is_stub_optimizer else self._optimizer.optimizer.state.values():
             state["step"] = count.clone()
-        older = {layout.newest - 1: weights[_OLDER]} if _OLDER in weights else {}
-        return {**older, layout.newest: weights[_WEIGHTS]}
+        if _BEFORE in weights:
+            masters, earlier = weights.pop("param"), weights.pop(_BEFORE)
+            weights[_UPCOMING] = {
+                name: again(earlier[name], masters[name]).to(parameter.dtype) for parameter, name in self._names.items()
+            }
+            self._take_restored(before, weights[_UPCOMING], group)
+        return layout.newest, weights
+
+    def _take_restored(self, before: _Shard | None, upcoming: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Take the upcoming prediction of a rank that has had it before, and whose last update is forgotten."""
+        restored = None if before is None else before._versions.restored
+        has = [False] * group.size()
+        dist.all_gather_object(has, restored is not None, group=group)
+        if True not in has:
+            return
+        source = dist.get_global_rank(group, has.index(True))
+        for parameter, name in self._names.items():
+            tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+            if source == dist.get_rank():
+                tensor.copy_(restored[name])
+            dist.broadcast(tensor, source, group=group)
+            upcoming[name] = tensor
 
     def _flats(self, name: str) -> dict[int, Flats]:
         """The flats of a state, or of weights, of each shard that this rank has."""

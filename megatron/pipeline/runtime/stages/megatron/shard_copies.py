@@ -104,7 +104,7 @@ class ShardCopy:
         own: the optimizer of this rank's shard, whose settings the copy follows.
         group_of: the number of the group of each parameter.
         states: the name of a state -> its flats.
-        older: the weights of the version before; None if no batch uses them.
+        older: the weights, or the masters, of the version before; None if nothing reads them.
     """
 
     def __init__(

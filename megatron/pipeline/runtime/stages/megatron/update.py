@@ -204,7 +204,10 @@ class MegatronWeightUpdate(BaseUpdate, DeviceUpdate):
         """
         if not copies and not is_steppable(self._inner):
             return
-        self.shards = RedundantShards(self.chunks, self._inner, self.versions, self._groups, copies=copies)
+        self.shards = RedundantShards(
+            self.chunks, self._inner, self.versions, self._groups, copies=copies,
+            last_update=self._prediction and self._prediction.last_update,
+        )  # fmt: skip
         if sources:
             self.shards.take_over(before, sources)
         self.shards.make_copies()

@@ -27,7 +27,8 @@ def shards(begins: int = 0, **options) -> list[dict]:
             info = cases.batch_info(case, batch)
             engine.run_batch(info.num_microbatches, info.num_samples)
         reports = engine.drain()
-        names = (*NAMES, "older") if update.versions.window > 1 and not case.predict else NAMES
+        further = update.shards.kinds[0].further
+        names = NAMES if further is None else (*NAMES, further)
         result = [
             {
                 "replica": dist.get_process_group_ranks(group).index(dist.get_rank()),

@@ -24,6 +24,7 @@ ROWS = {
     "2bw, shared out experts": {
         "p": 1, "d": 4, "e": 2, "experts": 4, "batches": (4,) * 4, "layers": 2, "clip": 0.5, "schedule": "2bw"
     },
+    "2bw, error feedback": {**OF_TWO, "schedule": "2bw", "predict": True, "provisional_microbatches": 0},
     "2bw, predicted": {**OF_TWO, "schedule": "2bw", "predict": True, "reduce_partial": True},
 }  # fmt: skip
 
@@ -32,7 +33,8 @@ ROWS = {
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 def test_a_copy_is_its_shard(options):
     """Masters, moments and the weights that follow; under 2bw the older weights, too. The ring is that of replicas.
-    Where weights are predicted, steps are put off until predictions, and those of copies are not. Experts that ranks
+    Where weights are predicted, steps are put off until predictions, and those of copies are not; with error feedback
+    the masters before the last step are copied, too. Experts that ranks
     share out have a ring of their own, and no copy lies with a rank that is lost together with the shard's."""
     sharing = options.get("e", 1)
     found = workers.run(options["p"] * options["d"], _CASE, **options)
@@ -47,5 +49,6 @@ def test_a_copy_is_its_shard(options):
                     assert torch.equal(copy, shard), (name, ranks, replica, (copy - shard).abs().max())
             assert any(flat.any() for flat in of_shard["exp_avg"])
             elements = sum(flat.numel() for flat in of_shard["param"])
-            older = sum(flat.numel() * flat.element_size() for flat in of_shard.get("older", []))
+            further = of_shard.get("older", []) + of_shard.get("before", [])
+            older = sum(flat.numel() * flat.element_size() for flat in further)
             assert each["bytes"] == 12 * elements + older
