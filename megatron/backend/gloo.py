@@ -34,7 +34,7 @@ _LEAST = timedelta(seconds=5)
 """The least timeout with which ranks connect after they have met: they read each other's addresses from the store."""
 
 _make_group = ProcessGroupGloo.__init__
-_connecting: timedelta | None = None
+_connecting: tuple[timedelta, timedelta] | None = None  # to meet, and to connect
 _groups: list[ProcessGroupGloo] | None = None  # a weak reference would end with torch's Python object of a group
 
 
@@ -47,13 +47,15 @@ def share_device() -> None:
 
 
 @contextmanager
-def connecting_within(timeout: timedelta) -> Iterator[None]:
+def connecting_within(timeout: timedelta, *, meeting: timedelta | None = None) -> Iterator[None]:
     """Context in which making a group fails unless its ranks are connected within `timeout`.
 
     Otherwise a group waits for its ranks to connect for as long as its operations may take. The device is shared.
+
+    `meeting`: how long the ranks of a group wait for each other before they connect; None: `timeout`.
     """
     global _connecting
-    before, _connecting = _connecting, timeout
+    before, _connecting = _connecting, (meeting or timeout, timeout)
     try:
         yield
     finally:
@@ -137,9 +139,9 @@ def _make_on_shared_device(
         _make_group(self, store, rank, size, *args, **kwargs)
         return
     options = args[0]
-    _meet(store, rank, size, min(options._timeout, _connecting))
-    whole = options._timeout
-    options._timeout = min(whole, max(_connecting / _CONNECTING_TAKES, _LEAST))
+    whole, (meeting, connecting) = options._timeout, _connecting
+    _meet(store, rank, size, min(whole, meeting))
+    options._timeout = min(whole, max(connecting / _CONNECTING_TAKES, _LEAST))
     _make_group(self, store, rank, size, options, **kwargs)
     self._set_default_timeout(whole)
 

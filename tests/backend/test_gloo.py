@@ -56,12 +56,15 @@ def test_a_groups_timeout_is_its_own():
 
 def case_connect_in_vain() -> tuple[float, float]:
     """Make a group with a peer that does not come, where it has to be there within a second: how long that takes, and
-    the timeout of a group that is made so with a peer that comes."""
+    the timeout of a group that is made so with a peer that comes; later, where it may be late to the meeting."""
     import torch
 
     from megatron.backend.gloo import connecting_within
 
     store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    with connecting_within(timedelta(seconds=1), meeting=timedelta(seconds=60)):
+        time.sleep(2.0 * rank)
+        torch.distributed.new_group()
     with connecting_within(timedelta(seconds=1)):
         met = torch.distributed.new_group(timeout=timedelta(seconds=500))
         start = time.monotonic()

@@ -122,6 +122,8 @@ PERIOD = 10.0
 """Seconds between two changes of a mark's count."""
 PATIENCE = 45.0
 """Seconds without a change after which the owner of a mark counts as dead."""
+OWNER_PATIENCE = PATIENCE + 15.0
+"""Seconds that a lost process of a job, which owned the directory, may still live."""
 BETWEEN_LOOKS = 1.0
 """Seconds before the mark of another job is read again; a job that loses the race soon removes its mark."""
 _NAME = re.compile(r"\.owner_(\d+)")
@@ -194,20 +196,28 @@ class OwnerMark:
         self._watched: tuple[_Sight, float] | None = None  # the mark of an owner elsewhere, and when it was first read
         self._heartbeat: Heartbeat | None = None
 
-    def try_to_take(self) -> bool:
+    def try_to_take(self, until: float | None = None) -> bool:
         """Try to take the directory. Returns False if the owner may still be alive; call it again in a second.
+
+        `until`: the time (`time.monotonic`) until which a live owner may be a lost process of this job, which its
+        launcher ends.
 
         Raises:
             CheckpointError: the directory belongs to a live job, or no mark can be made; the text names the remedy.
         """
         try:
-            return self._try_to_take()
-        except OSError as error:
-            full = "free some space there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise CheckpointError(
-                f"--save {self.root} takes no mark of its owner: {error.strerror}; {full}name a directory where files "
-                "can be made and removed"
-            ) from error
+            try:
+                return self._try_to_take()
+            except OSError as error:
+                full = "free some space there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                raise CheckpointError(
+                    f"--save {self.root} takes no mark of its owner: {error.strerror}; {full}name a directory where "
+                    "files can be made and removed"
+                ) from error
+        except CheckpointError:
+            if until is None or time.monotonic() > until:
+                raise
+            return False
 
     def _try_to_take(self) -> bool:
         before = self._marks()

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 
@@ -46,13 +47,12 @@ from megatron.trainer.checkpoint.directory import (
     size_and_checksum,
     write_manifest,
 )
-from megatron.trainer.checkpoint.ownership import PATIENCE, OwnerMark
+from megatron.trainer.checkpoint.ownership import OWNER_PATIENCE, OwnerMark
 from megatron.trainer.checkpoint.state import without_copies
 
 # Newer versions of megatron.core write through another package unless they are told to use their own file writer.
 _OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
 
-_OWNER_PATIENCE = PATIENCE + 15.0  # seconds that a lost process may still live
 _POLL_SECONDS = 0.2  # seconds between two checks of the mark of a process that may be dead, and of `interrupted`
 
 # Bytes that torch.save and the index add to each tensor.
@@ -183,23 +183,30 @@ class CheckpointWriter:
         except OSError as error:
             raise CheckpointError(self._describe(iteration, str(error))) from error
 
+    def settle(self, iteration: int, inode: int) -> bool:
+        """As `completes`, whose result all ranks get. Collective. Rank 0 must be the owner.
+
+        If the directory cannot be read or written, the checkpoint counts as not made: the next save tells all ranks.
+        """
+        is_complete = [False]
+        if dist.get_rank() == 0:
+            with suppress(CheckpointError):
+                is_complete = [self.completes(iteration, inode)]
+        dist.broadcast_object_list(is_complete, src=0)
+        self.has_saved |= is_complete[0]
+        return is_complete[0]
+
     def own(self) -> None:
         """Make this process, the new rank 0, the owner of the directory.
 
         Raises CheckpointError if it cannot, or if the previous owner does not end in time.
         """
-        deadline = time.monotonic() + _OWNER_PATIENCE
-        while self._owner_mark is None:
-            mark = OwnerMark(self.root)
-            try:
-                while not mark.try_to_take():
-                    time.sleep(_POLL_SECONDS)
-            except CheckpointError:  # a stopped process, for example, lives until its launcher ends it
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_POLL_SECONDS)
-            else:
-                self._owner_mark = mark
+        if self._owner_mark is not None:
+            return
+        mark, until = OwnerMark(self.root), time.monotonic() + OWNER_PATIENCE
+        while not mark.try_to_take(until):  # a stopped process, for example, lives until its launcher ends it
+            time.sleep(_POLL_SECONDS)
+        self._owner_mark = mark
 
     def disown(self) -> None:
         """Give up the directory, so that another process can own it."""

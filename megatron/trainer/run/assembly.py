@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from megatron import backend
 from megatron.documents import counted
 from megatron.pipeline.runtime.failure.agreement import agreed, gathered
-from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
@@ -25,7 +24,9 @@ from megatron.trainer.arguments.flags.config import (
     TrainConfig,
     choice_of,
     num_expert_replicas,
+    num_places,
     num_replicas,
+    ranks_of_place,
     schedule_text,
 )
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
@@ -53,16 +54,22 @@ from megatron.trainer.start_up.run import (
 )
 
 if TYPE_CHECKING:
+    from megatron.pipeline.runtime.copied_stages import CopyRanks
     from megatron.pipeline.runtime.failure.membership import Membership
     from megatron.trainer.data.datasets import Datasets
 
 
-def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
+def assemble(
+    args: TrainConfig, program: TrainingProgram, *, copies: CopyRanks | None = None, takes_over: bool = False
+) -> Run:
     """Build a run of `program` on this rank. Collective. Raises ValueError for errors that the user can fix.
 
-    `args`: completed. The process groups must exist.
+    Args:
+        args: completed. The process groups must exist.
+        copies: if ranks were lost before, the ranks over which the reductions of this rank go. The run has no engine.
+        takes_over: a process of this job that is lost may still own the directory of `--save`.
     """
-    owner_mark = prepare_outputs(args)
+    owner_mark = prepare_outputs(args, takes_over=takes_over)
     try:
         _require_one_program(args)
         made = args.made_program
@@ -70,7 +77,7 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
             from megatron.trainer.plan import auto_program
 
             auto_program.keep(made, Path(args.save))
-        return _build(args, program, owner_mark)
+        return _build(args, program, owner_mark, copies)
     except BaseException:
         if owner_mark is not None:
             owner_mark.release()
@@ -81,8 +88,10 @@ def assemble_alone(args: TrainConfig, program: TrainingProgram, membership: Memb
     """Build the run of a new process that replaces a lost rank, without its state and its engine.
 
     `args`: completed, with the rank of the lost process. This process is alone in its process group, and megatron.core
-    has its pipeline rank. Raises ValueError as `assemble` does.
+    has its pipeline rank. Waits until the other ranks have built theirs, and written the indices of samples that all
+    read. Raises ValueError as `assemble` does, and OnThisRank if no other rank is left.
     """
+    membership.await_keys([_KINDS])
     args, reporter, datasets, num_tokens = _read(args, program, writes=False)
     kinds = pickle.loads(membership.ask(lambda store: store.get(_KINDS)))
     built = setup_model_and_optimizer(args, program, kinds=kinds)
@@ -94,37 +103,10 @@ _KINDS = "kinds of parameters"  # a key of the job's store
 
 
 def tell_new_processes(run: Run, membership: Membership) -> None:
-    """Let rank 0 write to the job's store what `assemble_alone` needs to know of the other ranks."""
-    if membership.rank == 0:
+    """Write to the job's store what `assemble_alone` needs to know of the other ranks, if no rank has done so yet."""
+    if not membership.ask(lambda store: store.check([_KINDS])):
         kinds = pickle.dumps(run.optimizer.kinds_of_parameters)
         membership.ask(lambda store: store.set(_KINDS, kinds))
-
-
-_NUM_BUILT, _ALL_BUILT = "ranks that have built their parts", "all ranks have built their parts"  # keys, too
-_PACE = 0.02  # seconds between two looks at the store
-
-
-def accept_losses(membership: Membership, timeout: timedelta) -> None:
-    """Accept losses from the moment on when all ranks have built their parts, which this waits for. Collective.
-
-    A rank that trained earlier could break the collectives with which another one still builds its part. A new process
-    does not wait, since all ranks of the job that it joins have built theirs.
-
-    Raises OnThisRank if a rank is lost before, or does not come within `timeout`.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    if membership.ask(lambda store: store.add(_NUM_BUILT, 1)) == membership.world_size:
-        membership.ask(lambda store: store.set(_ALL_BUILT, ""))
-    while not membership.ask(lambda store: store.check([_ALL_BUILT])):
-        if membership.alarm is not None:
-            raise OnThisRank(f"{membership.alarm}, while the ranks built their parts; start the job again")
-        if time.monotonic() > deadline:
-            raise OnThisRank(
-                f"another rank has not built its part within {timeout}; see what it waits for, or give a longer "
-                "--distributed-timeout-minutes"
-            )
-        time.sleep(_PACE)
-    membership.accept_losses()
 
 
 def _read(
@@ -157,10 +139,10 @@ def _read(
     return args, reporter, datasets, 0 if tokenizer is None else vocab_size(args, tokenizer)
 
 
-def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | None) -> Run:
+def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | None, copies: CopyRanks | None) -> Run:
     args, reporter, datasets, num_tokens = _read(args, program)
     began = time.perf_counter()
-    built = setup_model_and_optimizer(args, program)
+    built = setup_model_and_optimizer(args, program, copies=copies)
     seconds_of_setup = time.perf_counter() - began
     position = _load(args, built, reporter) or CheckpointPosition()
     args = replace(args, train_iters=iterations_to_the_end(
@@ -174,7 +156,7 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
         built.update.keep_shards(copies=args.redundant_optimizer)
     args.batch_sizes.check_from(position.consumed_train_samples)
     began = time.perf_counter()
-    engine = build_engine(args, built, position)
+    engine = build_engine(args, built, position) if copies is None else None
     if decisions is not None:  # a change repeats the same work
         decisions.expect_change(seconds_of_setup + time.perf_counter() - began)
     _describe(args, reporter, built.stages, position)
@@ -269,6 +251,10 @@ def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage]
     totals: dict[int, float] = {}
     for index, count in chain.from_iterable(of_ranks):
         totals[index] = totals.get(index, 0) + count
+    num_ranks = num_places(args) * ranks_of_place(args)  # with each stage, if none is lost
+    if len(of_ranks) < num_ranks * args.pipeline_model_parallel_size:
+        num_with = Counter(index for index, _ in chain.from_iterable(of_ranks))
+        totals = {index: total * num_ranks / num_with[index] for index, total in totals.items()}
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
     context = f" x context {args.context_parallel_size}" if args.context_parallel_size > 1 else ""

@@ -10,7 +10,9 @@
 4. The ranks switch to the program without the lost ranks, which was proved before the run began (`proved_losses`), and
    repeat the batch.
 
-If another rank is lost meanwhile, this begins again. If some stage is on no remaining rank, the job ends.
+If another rank is lost meanwhile, this begins again. If some stage is on no remaining rank, the job ends. Ranks that
+are lost before the first batch are left out, too: those that remain prove the programs and build their parts together,
+and agree when each has built its part (`build`).
 
 A *place* is a pipeline rank of a replica: one rank, or the ranks that compute its layers together (tensor and context
 parallelism). Under expert parallelism it is that of all replicas that share out experts (`replicas_of_place`). Each of
@@ -27,10 +29,10 @@ program of the flags runs again, as if no rank had been lost.
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -38,34 +40,17 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron.backend.gloo import connecting_within, forget_devices
-from megatron.documents import counted
 from megatron.pipeline.program.copies import share_of
-from megatron.pipeline.runtime.contract.meetings import forget_names
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.pipeline.runtime.failure.connections import (
-    break_connections,
-    interrupt_waits,
-    leave_behind,
-    open_connections,
-)
-from megatron.pipeline.runtime.failure.errors import CheckpointError, OnThisRank, SameEverywhere
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
-from megatron.pipeline.runtime.stages.megatron.groups import (
-    forget_groups,
-    groups_of_layers,
-    name_groups_of_survivors,
-    rebind,
-)
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.gradients import NormReduction
-from megatron.pipeline.survivors import ReplicaRank, Survivors
+from megatron.pipeline.survivors import Survivors
 from megatron.trainer.arguments.flags.config import (
     TrainConfig,
-    expert_tensor_size,
     num_places,
     ranks_of_place,
     replica_in_place,
@@ -74,16 +59,16 @@ from megatron.trainer.arguments.flags.config import (
 from megatron.trainer.changes.change import end_engine
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
+from megatron.trainer.run.assembly import assemble, tell_new_processes
+from megatron.trainer.run.epoch_groups import EpochGroups
 from megatron.trainer.run.lost_shards import LostShards, ending_alone
-from megatron.trainer.run.places import part_of, place_of
+from megatron.trainer.run.places import part_of
 from megatron.trainer.run.proved_losses import ProvedLosses
-from megatron.trainer.start_up.initialize import make_groups
+from megatron.trainer.start_up.initialize import set_up
 from megatron.trainer.start_up.optimizer import choose_kernel
-from megatron.trainer.start_up.run import Run, build_engine
+from megatron.trainer.start_up.run import Run, TrainingProgram, build_engine
 
 _Made = TypeVar("_Made")
-_CONNECTING = 5.0
-"""Seconds to connect, in addition to `--failure-timeout`; a rank that does not connect in this time is lost."""
 _PATIENCE = 300.0
 """Seconds after which a rank that is alive but does not come is lost, for example because its data loader hangs.
 
@@ -112,13 +97,13 @@ class LostRanks:
         self._world_size = world_size
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self._place_size = ranks_of_place(args)
-        self._groups_of_layers: dict[str, dist.ProcessGroup] | None = None  # the groups that the run's layers use
         self.membership = Membership(
-            store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm,
-            group_size=self._place_size,
+            store, rank, world_size, failure_timeout=args.failure_timeout,
+            on_alarm=lambda sentence: self._groups.break_waits(), group_size=self._place_size,
         )  # fmt: skip
-        self._kept = open_connections()  # the store's connections, over which the ranks agree
-        interrupt_waits()
+        self._groups = EpochGroups(args)
+        self._lost: dict[int, str] = {}  # rank -> reason, of the losses that are not reported yet
+        self._since: float | None = None  # when the first loss before the first batch was noticed
         self.has_state = not is_new  # whether weights, optimizer and position are the job's
         self._of_save = ""  # the log line about a save that was broken off
         self._dropped: int | None = None  # the iteration of this save, if it made no checkpoint
@@ -129,14 +114,47 @@ class LostRanks:
             self.proved.lines = ()
             return
         self.epoch = self.membership.begin(self._timeout.total_seconds())
+        self.membership.accept_losses()
         try:
-            self.proved.prove()
+            while not self._proves():
+                self._agree_to_build(None)
         except SameEverywhere:
+            self.membership.accept_losses(False)
             self.membership.leave()  # a thread that still runs while the interpreter exits may abort the process
             raise
 
-    def _on_alarm(self, sentence: str) -> None:
-        break_connections(kept=self._kept)
+    def build(self, program: TrainingProgram) -> Run:
+        """Build the run together with the other ranks, and without those that are lost meanwhile. Collective.
+
+        If all ranks that are left have built their parts when another one is lost, they keep these and only form groups
+        anew, unless they share out the optimizer's state, of which a part is lost then. Otherwise all build again. So
+        no rank trains while another one builds, whose collectives its connections could break.
+
+        Raises ValueError as `assemble` does, or if some stage is on no remaining rank.
+        """
+        num_failed = 0
+        while True:
+            run = self._told(partial(self._assembled, program))
+            alarm = self.membership.alarm
+            self._agree_to_build(run)
+            are_built = all(json.loads(note) is not None for note in self.epoch.notes.values())
+            if are_built and not self.epoch.lost:
+                break
+            reports = self._give_up(run)
+            if are_built and self._shards is None:
+                self._form(run, reports, start=self._since, settled=run.iteration, stop_requests=0)
+                return run
+            if run is not None and run.writer is not None:
+                run.writer.close()
+            run = None
+            gc.collect()
+            num_failed = 0 if self.epoch.lost else num_failed + 1
+            if num_failed > _MOST_ATTEMPTS:
+                self.membership.accept_losses(False)
+                raise OnThisRank(f"no rank is lost, and the ranks could not build their parts: {alarm}")
+        if self._since is not None:
+            self._report(run, start=self._since)
+        return run
 
     def comes_from_loss(self, error: Exception) -> bool:
         """Whether an error of this rank follows from the loss of another rank. Raises the alarm if no rank has."""
@@ -194,6 +212,7 @@ class LostRanks:
         """
         if self._shards is not None:
             self._shards.require_takes_over(run)
+        self._groups.note_layers()
         self.epoch = self.membership.begin(_JOINING)
         start = time.monotonic()
         data = json.loads(next(iter(self.epoch.notes.values())))["data"]
@@ -215,9 +234,9 @@ class LostRanks:
         if before is None or before.schedule.num_microbatches == size * num_places(self._args):
             return False
         began = time.monotonic()
-        survivors = self._told(lambda: self._program(before.lost, size))
+        survivors = self._told(lambda: self.proved.of(before.lost, size))
         end_engine(run)
-        with self._connecting(time.monotonic() - began):
+        with self._groups.connecting(time.monotonic() - began):
             self._change_program(run, survivors)
         return True
 
@@ -226,6 +245,48 @@ class LostRanks:
         self.membership.confirm()
 
     # --- parts
+
+    def _proves(self) -> bool:
+        """Prove the programs; return whether all are proved, and no rank was lost before."""
+        try:
+            self.proved.prove()
+        except OnThisRank:
+            if self.membership.alarm is None:
+                raise
+            return False
+        return True
+
+    def _agree_to_build(self, run: Run | None) -> None:
+        """Agree on the next epoch: after a loss, or because this rank has built its part. Collective.
+
+        `run`: None if this rank has not built its part over the ranks of the epoch.
+        """
+        noticed = time.monotonic() if run is None else None
+        note = json.dumps(None) if run is None else self._note(run, run.iteration, 0)
+        patience = max(_PATIENCE, self._timeout.total_seconds())  # what a rank builds by itself, no alarm interrupts
+        self.epoch = self.membership.agree(note, timeout=2 * patience, patience=patience)
+        self._lost |= self.epoch.lost
+        if run is None or self.epoch.lost:
+            self._since = self._since or noticed or time.monotonic()
+
+    def _assembled(self, program: TrainingProgram) -> Run | None:
+        """The run of the epoch's ranks; None if a rank was lost while it was built. Collective over these ranks."""
+        try:
+            began, survivors = time.monotonic(), self.proved.of_ranks(self.epoch.ranks)
+            with self._groups.connecting(time.monotonic() - began, meeting=self._timeout), silenced():
+                self._groups.form(self.epoch, self.membership.rank, self.membership.store())
+                args = replace(self._args, rank=dist.get_rank(), world_size=dist.get_world_size())
+                args = set_up(args, group=lambda args: self._groups.name(args, survivors))
+                run = assemble(args, program, copies=self._groups.copies, takes_over=self.epoch.number > 0)
+                self._groups.note_layers()
+                if survivors is not None:
+                    self._change_program(run, survivors)
+            tell_new_processes(run, self.membership)
+            return run
+        except Exception as error:
+            if not self.comes_from_loss(error):
+                raise
+        return None
 
     def _note(self, run: Run, settled: int | None, stop_requests: int) -> str:
         """This rank's message to the others, as JSON.
@@ -252,12 +313,11 @@ class LostRanks:
 
         Returns the notes of the ranks that have state, and `reports` with the report of a step that this rank makes.
         """
-        lost: dict[int, str] = {}
         joined: set[int] = set()
         num_failed = 0
         while True:
             epoch = self.epoch
-            lost |= epoch.lost
+            self._lost |= epoch.lost
             joined = joined.difference(epoch.lost).union(epoch.joined)
             told = {rank: json.loads(each) for rank, each in epoch.notes.items()}
             notes = {rank: each for rank, each in told.items() if each is not None}
@@ -266,7 +326,7 @@ class LostRanks:
             try:
                 began = time.monotonic()
                 survivors = self._told(lambda notes=notes: self._survivors(notes))
-                with self._connecting(time.monotonic() - began):
+                with self._groups.connecting(time.monotonic() - began):
                     self._make_groups()
                     reports += self._take_on(run, notes)
                     self._begin(run, survivors, notes)
@@ -282,12 +342,7 @@ class LostRanks:
                 self.epoch = self.membership.agree(self._note(run, settled, stop_requests), patience=_PATIENCE)
             else:
                 break
-        run.reporter.membership(MembershipChange(
-            iteration=run.iteration, lost=lost, joined=sorted(joined), ranks=self.epoch.ranks,
-            world_size=self._world_size, ranks_of_place=self._place_size, seconds=time.monotonic() - start,
-            survivors=run.survivors,
-            was_made_before=run.survivors is not None and self.proved.knows(run.survivors),
-        ))  # fmt: skip
+        self._report(run, start=start, joined=joined)
         if self._shards is not None:
             run.reporter.say(self._shards.tell())
         if run.writer is not None:
@@ -297,34 +352,34 @@ class LostRanks:
                 run.saved_iteration = None
         return list(notes.values()), reports
 
-    def _give_up(self, run: Run) -> list[BatchReport]:
-        if self._groups_of_layers is None:
-            self._groups_of_layers = groups_of_layers()
-        if run.writer is not None:
+    def _report(self, run: Run, *, start: float, joined: Collection[int] = ()) -> None:
+        """Report the losses, and the ranks that have joined: `start` says when the first was noticed."""
+        lost, self._lost = self._lost, {}
+        run.reporter.membership(MembershipChange(
+            iteration=run.iteration, lost=lost, joined=sorted(joined), ranks=self.epoch.ranks,
+            world_size=self._world_size, ranks_of_place=self._place_size, seconds=time.monotonic() - start,
+            survivors=run.survivors,
+            was_made_before=run.survivors is not None and self.proved.knows(run.survivors),
+        ))  # fmt: skip
+
+    def _give_up(self, run: Run | None) -> list[BatchReport]:
+        """Give up the groups and what is in flight. `run`: None if it is not built."""
+        if run is not None and run.writer is not None:
             run.writer.abandon()
-        break_connections(kept=self._kept)
+        self._groups.break_waits()
         reports: list[BatchReport] = []
-        if run.engine is not None:
-            reports = run.engine.abandon(self._args.failure_timeout)
-            run.engine = None
-        for stage in run.stages:
-            stage.abandon()
-        run.deferred_bytes.add(-run.deferred_bytes.now)
-        if dist.is_initialized():
-            leave_behind(self._timeout)
-            dist.destroy_process_group()
-        forget_devices()
+        if run is not None:
+            if run.engine is not None:
+                reports = run.engine.abandon(self._args.failure_timeout)
+                run.engine = None
+            for stage in run.stages:
+                stage.abandon()
+            run.deferred_bytes.add(-run.deferred_bytes.now)
+        self._groups.leave_behind()
         return reports
 
     def _make_groups(self) -> None:
-        """Form the process group of the remaining ranks. Collective over these ranks."""
-        forget_names()  # the epoch has its own part of the store
-        dist.distributed_c10d._world.group_count = 0  # after a failed attempt torch would continue its count of names
-        with silenced():  # a loss meanwhile is reported in one sentence
-            dist.init_process_group(
-                self._args.distributed_backend, store=self.membership.store(), timeout=self._timeout,
-                rank=self.epoch.ranks.index(self.membership.rank), world_size=len(self.epoch.ranks),
-            )  # fmt: skip
+        self._groups.form(self.epoch, self.membership.rank, self.membership.store())
 
     def _take_on(self, run: Run, of_ranks: Mapping[int, dict]) -> list[BatchReport]:
         """Start again from the newest version that any rank has. Returns the reports of steps that this rank makes."""
@@ -344,32 +399,12 @@ class LostRanks:
 
         `survivors`: None if all ranks are present. `notes`: of the ranks that have state; the other ranks receive it.
         """
-        args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
-        size, place = self._place_size, own // self._place_size
+        own, ranks = dist.get_rank(), range(dist.get_world_size())
         self._settle_saving(run, notes)
-        if survivors is None:
-            copies = None
-            forget_groups()
-            make_groups(args)
-        else:
-            tensor, sharing = args.tensor_model_parallel_size, args.expert_model_parallel_size
-            cut = expert_tensor_size(args)
-            tensor_row, expert_row = (
-                ranks[place * size + own % step : (place + 1) * size : step] for step in (tensor, cut * sharing)
-            )
-            copies = CopyRanks.of(
-                survivors.schedule, rank=own, ranks=ranks[own % size :: size], job=ranks, sharing=tensor_row,
-                experts=expert_row if sharing > 1 else (),
-            )  # fmt: skip
-            name_groups_of_survivors(
-                [ranks[each * size : (each + 1) * size] for each in sorted({each // size for each in copies.copies})],
-                tensor_size=tensor, context_size=args.context_parallel_size, expert_tensor_size=cut,
-                expert_size=sharing, pipeline_rank=survivors.ranks[place].rank,
-                num_pipeline_ranks=args.pipeline_model_parallel_size,
-            )  # fmt: skip
+        self._groups.name(self._args, survivors)
+        copies = self._groups.copies
         if self._shards is None:
-            rebind(run.chunks, run.optimizer, self._groups_of_layers)
-            self._groups_of_layers = groups_of_layers()
+            self._groups.rebind(run)
             if len(notes) < len(ranks):
                 self._hand_over(run, list(notes.values()))
             run.update.regroup(copies)
@@ -391,15 +426,9 @@ class LostRanks:
         if broken_off is None:
             return
         run.take_over_saving()  # behind this, a stopped process that was rank 0 can commit nothing
-        is_complete = [None]
-        if dist.get_rank() == 0:
-            with suppress(CheckpointError):  # of a disk that is full, of which the next save tells all ranks
-                is_complete = [run.writer.completes(*broken_off)]
-        dist.broadcast_object_list(is_complete, src=0)
-        run.writer.has_saved |= bool(is_complete[0])
-        iteration = broken_off[0]
-        self._dropped = None if is_complete[0] else iteration
-        outcome = "is complete" if is_complete[0] else "is dropped"
+        is_complete, iteration = run.writer.settle(*broken_off), broken_off[0]
+        self._dropped = None if is_complete else iteration
+        outcome = "is complete" if is_complete else "is dropped"
         self._of_save = (
             f"checkpoint of iteration {iteration} in {run.args.save}, which was being written when ranks were lost, "
             f"{outcome}"
@@ -435,13 +464,6 @@ class LostRanks:
         _take_place(run, note)
         self.has_state = True
 
-    def _connecting(self, searched: float) -> AbstractContextManager[None]:
-        """A context in which ranks that do not connect are lost.
-
-        `searched`: seconds that others may need in addition.
-        """
-        return connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched))
-
     def _told(self, make: Callable[[], _Made]) -> _Made:
         """The result of `make`, whose ValueError occurs on all ranks and ends the job.
 
@@ -459,29 +481,14 @@ class LostRanks:
     def _survivors(self, notes: Mapping[int, dict]) -> Survivors | None:
         """The program of the present ranks; None if all ranks are present."""
         args = self._args
-        absent = set(range(self._world_size)).difference(self.epoch.ranks)
         present = {part_of(args, rank) for rank in self.epoch.ranks}
         if nowhere := sorted(present.difference(part_of(args, rank) for rank in notes)):
             raise ValueError(
                 f"every replica has lost rank {nowhere[0][0]}, and its new processes have no weights yet; restart from "
                 "the last checkpoint"
             )
-        if not absent:
-            return None
-        lost = {place_of(args, rank) for rank in absent}
         consumed = max((each["version"], each["consumed"]) for each in notes.values())[1]
-        return self._program(lost, args.batch_sizes.num_microbatches(consumed))
-
-    def _program(self, lost: Collection[ReplicaRank], size: int) -> Survivors:
-        """The program without the lost places, for batches of `size` microbatches per replica."""
-        args, survivors = self._args, self.proved.of(lost, size)
-        if survivors.slowdown * args.minimum_speed > 1:
-            without = counted(len(lost) * self._place_size, "rank")
-            raise ValueError(
-                f"without {without} the job has {1 / survivors.slowdown:.0%} of its speed, less "
-                f"than --minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
-            )
-        return survivors
+        return self.proved.of_ranks(self.epoch.ranks, args.batch_sizes.num_microbatches(consumed))
 
 
 def _take_place(run: Run, note: Mapping) -> None:

@@ -31,7 +31,7 @@ from megatron.trainer.checkpoint.ownership import release_all
 from megatron.trainer.plan.arrangement import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import configure_logging
-from megatron.trainer.run.assembly import accept_losses, assemble, assemble_alone, tell_new_processes
+from megatron.trainer.run.assembly import assemble, assemble_alone
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.run import TrainingProgram
@@ -62,6 +62,8 @@ def pretrain(
     """
     configure_logging(args.logging_level)
     interrupt.before_exit.append(release_all)
+    if args.go_on_without_lost_ranks:
+        stop.means_loss = is_ended_with_node
     args, assignment, notes, lost_ranks = _join_job(args, notes)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     host = this_process().host
@@ -80,10 +82,10 @@ def pretrain(
                 lost_ranks.membership.leave()
                 sys.stdout.write(f"{end}\n")
                 return
+        elif lost_ranks is not None:
+            run = lost_ranks.build(program)
         else:
             run = assemble(initialize.set_up(args), program)
-            if lost_ranks is not None:
-                tell_new_processes(run, lost_ranks.membership)
         proved = () if lost_ranks is None else lost_ranks.proved.lines
         for line in (*assignment.lines, *proved, *(f"note: {note}" for note in notes)):
             run.reporter.say(line)
@@ -91,11 +93,8 @@ def pretrain(
         gc.collect()
         gc.freeze()
         run.is_kept_out_of_collections = True
-        if lost_ranks is not None:
-            accept_losses(lost_ranks.membership, timeout)
-            stop.means_loss = is_ended_with_node
-            if run.writer is not None:
-                run.writer.interrupted = lambda: lost_ranks.membership.alarm is not None
+        if lost_ranks is not None and run.writer is not None:
+            run.writer.interrupted = lambda: lost_ranks.membership.alarm is not None
         run_to_the_end(run, stop, started=started, lost_ranks=lost_ranks)
         if lost_ranks is not None:
             lost_ranks.membership.leave()
@@ -148,9 +147,9 @@ def _join_job(
         lost_ranks = LostRanks(args, store, rank=assignment.rank, world_size=world_size, is_new=comes_back)
         if comes_back:
             initialize.be_alone(args, rank=assignment.rank)
-            return replace(args, rank=assignment.rank), assignment, (), lost_ranks
-        store = lost_ranks.membership.store()
-    initialize.join_process_group(store, args.distributed_backend, timeout)
+            notes = ()
+    else:
+        initialize.join_process_group(store, args.distributed_backend, timeout)
     return replace(args, rank=assignment.rank), assignment, notes, lost_ranks
 
 

@@ -18,18 +18,19 @@ import os
 import time
 from collections.abc import Collection, Sequence
 
-from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere, number_of
+from megatron.documents import counted
+from megatron.pipeline.runtime.failure.errors import SameEverywhere, number_of
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.pipeline.survivors.losses import double_losses, single_losses
 from megatron.pipeline.survivors.renaming import distinct, renamed
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.pipeline.survivors.table import Entry
-from megatron.trainer.arguments.flags.config import TrainConfig, num_places
+from megatron.trainer.arguments.flags.config import TrainConfig, num_places, ranks_of_place
+from megatron.trainer.run.places import place_of
 
 _MOST_SECONDS = 60.0
 """The largest time for proving losses of two ranks at the start, in seconds, as estimated."""
-_LONGEST_PAUSE = 0.5  # seconds between two checks of the store
 
 Lost = tuple[ReplicaRank, ...]
 
@@ -56,7 +57,7 @@ class ProvedLosses:
 
         Raises:
             SameEverywhere: the job could not continue without any rank, or would be slower than `--minimum-speed`.
-            OnThisRank: a rank was lost meanwhile.
+            OnThisRank: a rank was lost meanwhile. The ranks that are left can prove the rest.
         """
         began, num_ranks = time.monotonic(), self._args.schedule.num_ranks
         singles = self._share_out(single_losses(num_ranks))
@@ -81,11 +82,28 @@ class ProvedLosses:
                 number for which programs are proved before the run begins.
 
         Raises:
-            ValueError: the job cannot continue, for the reason that `without` gives.
+            ValueError: the job cannot continue, for the reason that `without` gives, or would be slower than
+                `--minimum-speed`.
             OnThisRank: the store is gone.
         """
+        args, survivors = self._args, self._found(lost, self._size if size is None else size)
+        if survivors.slowdown * args.minimum_speed > 1:
+            without_ranks = counted(len(lost) * ranks_of_place(args), "rank")
+            raise ValueError(
+                f"without {without_ranks} the job has {1 / survivors.slowdown:.0%} of its speed, less "
+                f"than --minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
+            )
+        return survivors
+
+    def of_ranks(self, ranks: Collection[int], size: int | None = None) -> Survivors | None:
+        """The program of the ranks that are present; None if all are. The rest is as in `of`."""
+        absent = set(range(self._membership.world_size)).difference(ranks)
+        return self.of({place_of(self._args, rank) for rank in absent}, size) if absent else None
+
+    # --- parts
+
+    def _found(self, lost: Collection[ReplicaRank], size: int) -> Survivors:
         args, num_replicas = self._args, num_places(self._args)
-        size = self._size if size is None else size
         known, replicas = distinct(lost, num_replicas)
         entry = self._entries.get(known) if size == self._size else None
         if entry is None:
@@ -96,13 +114,13 @@ class ProvedLosses:
         sharing = Sharing(args.schedule, self._size, num_replicas, frozenset(known))
         return renamed(entry.survivors(packed, sharing), replicas)
 
-    # --- parts
-
     def _share_out(self, losses: Sequence[Lost]) -> list[Entry]:
         """Search programs for losses, each loss on one rank; return the results of all ranks. Collective."""
         args, membership, keys = self._args, self._membership, [_key_of(lost) for lost in losses]
+        ranks = () if membership.epoch is None else membership.epoch.ranks
+        own = ranks.index(membership.rank) if ranks else -1  # a process that joins later has no part
         for at, (lost, key) in enumerate(zip(losses, keys, strict=True)):
-            if at * membership.world_size // len(losses) != membership.rank or self._are_there([key]):
+            if at * len(ranks) // len(losses) != own or membership.ask(lambda store, key=key: store.check([key])):
                 continue
             entry, packed = Entry.search(
                 args.schedule, self._size, num_replicas=num_places(args), lost=lost, crowd=_crowd()
@@ -110,18 +128,10 @@ class ProvedLosses:
             if packed:
                 membership.ask(lambda store, entry=entry, packed=packed: store.set(_key_of_program(entry), packed))
             membership.ask(lambda store, key=key, entry=entry: store.set(key, str(entry)))
-        pause = 0.01
-        while not self._are_there(keys):
-            if membership.alarm is not None:
-                raise OnThisRank(f"{membership.alarm}, while the ranks proved programs without lost ranks")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        membership.await_keys(keys)
         found = [Entry.parse(text) for text in membership.ask(lambda store: store.multi_get(keys))]
         self._entries.update(zip(losses, found, strict=True))
         return found
-
-    def _are_there(self, keys: list[str]) -> bool:
-        return self._membership.ask(lambda store: store.check(keys))
 
     def _seconds_of(self, num_losses: int, singles: Sequence[Entry]) -> float:
         """The estimated seconds of the search for losses of two ranks."""

@@ -44,7 +44,7 @@ from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size, num_places, ranks_of_place
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
-from megatron.trainer.checkpoint.ownership import BETWEEN_LOOKS, OwnerMark
+from megatron.trainer.checkpoint.ownership import BETWEEN_LOOKS, OWNER_PATIENCE, OwnerMark
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import arranged, arrangement_to_begin_with, first_arrangement
 from megatron.trainer.ranks import set_seeds
@@ -109,18 +109,20 @@ def on_this_device(args: TrainConfig) -> TrainConfig:
     return replace(args, local_rank=local_rank, distributed_backend=name)
 
 
-def set_up(args: TrainConfig) -> TrainConfig:
+def set_up(args: TrainConfig, *, group: Callable[[TrainConfig], None] | None = None) -> TrainConfig:
     """Make megatron.core's process groups, set timeouts, and seed the generators. Collective.
 
     Returns the configuration; if the pipeline may change during training, in the arrangement in which the run begins.
     Raises CheckpointError if the checkpoint's record does not fit the run.
+
+    `group`: makes the groups of other ranks than all; None: `make_groups` does.
     """
     agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
     args = replace(args, recorded_changes=recorded_changes(args))
     if args.changes or args.recorded_changes is not None:
         args = replace(args, first_arrangement=first_arrangement(args))
         args = arranged(args, arrangement_to_begin_with(args))
-    make_groups(args)
+    (group or make_groups)(args)
     set_seeds(args.seed)
     return args
 
@@ -367,13 +369,15 @@ def shortage(needs: Sequence[Need]) -> str | None:
 # --- directories ------------------------------------------------------------------------------------------------------
 
 
-def prepare_outputs(args: TrainConfig) -> OwnerMark | None:
+def prepare_outputs(args: TrainConfig, *, takes_over: bool = False) -> OwnerMark | None:
     """Make the directories of `--save` and `--pipeline-timeline`, and take the directory of `--save` for this job.
 
     In `--save`, the leftovers of a killed save are cleaned up. Collective.
 
     Returns this job's mark on the directory of `--save` on rank 0 (release it in the end); None on other ranks. A run
     that does not train saves nothing, so its `--save` may be read-only.
+
+    `takes_over`: the directory may still have the mark of a process of this job that is lost, and ends soon.
 
     Raises ValueError on every rank if rank 0 cannot write into a directory, or if another job writes into `--save`.
     """
@@ -385,7 +389,8 @@ def prepare_outputs(args: TrainConfig) -> OwnerMark | None:
     if save is None:
         return None
     mark = OwnerMark(save) if torch.distributed.get_rank() == 0 else None
-    while not on_rank_zero(lambda: mark.try_to_take()):  # in short steps: other ranks wait with a timeout
+    until = time.monotonic() + OWNER_PATIENCE if takes_over else None
+    while not on_rank_zero(lambda: mark.try_to_take(until)):  # in short steps: other ranks wait with a timeout
         time.sleep(BETWEEN_LOOKS)
     try:
         problem = on_rank_zero(lambda: _problem_with_leftovers(save))

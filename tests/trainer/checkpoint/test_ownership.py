@@ -128,12 +128,12 @@ def test_only_one_of_many_takes_over(tmp_path):
 def test_another_rank_takes_over_from_one_that_is_taken_for_lost(tmp_path, monkeypatch):
     """Where rank 0 is lost, it may be a stopped process that the launcher ends a moment later: the next rank 0 waits
     for that. What it owns stays its own, until it closes its writer. One that lives on is not robbed."""
-    monkeypatch.setattr(writer, "_OWNER_PATIENCE", 1.0)
+    monkeypatch.setattr(writer, "OWNER_PATIENCE", 1.0)
     with holder(tmp_path) as owner:
         assert owner.stdout.readline() == "taken\n"
         with pytest.raises(CheckpointError, match=f"is in use by another job .process {owner.pid} on"):
             writer.CheckpointWriter(tmp_path).own()
-        monkeypatch.setattr(writer, "_OWNER_PATIENCE", 60.0)
+        monkeypatch.setattr(writer, "OWNER_PATIENCE", 60.0)
         owner.send_signal(signal.SIGSTOP)
         launcher = threading.Timer(1.0, owner.kill)
         launcher.start()

@@ -108,11 +108,13 @@ class Places:
         from megatron.trainer.checkpoint import directory, writer
         from megatron.trainer.checkpoint.checkpoint import Restoration
         from megatron.trainer.report.log import Reporter
+        from megatron.trainer.run import assembly, lost_ranks
         from megatron.trainer.run import loop as loop_module
-        from megatron.trainer.run import pretraining
+        from megatron.trainer.run.epoch_groups import EpochGroups
         from megatron.trainer.run.loop import Loop
         from megatron.trainer.run.lost_ranks import LostRanks
         from megatron.trainer.run.lost_shards import LostShards
+        from megatron.trainer.run.proved_losses import ProvedLosses
         from megatron.trainer.start_up import run as run_module
 
         def of_microbatch(place: str) -> Callable:
@@ -145,7 +147,13 @@ class Places:
         _around(
             BaseUpdate, "_fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
         )
-        _around(pretraining, "tell_new_processes", before=of_time("built"))
+        _around(ProvedLosses, "prove", before=lambda *_: note("met", 0))
+        _around(ProvedLosses, "prove", before=of_time("proofs"))
+        _around(EpochGroups, "name", before=of_time("groups"))
+        _around(assembly, "prepare_outputs", before=of_time("outputs"))
+        _around(assembly, "build_tokenizer", before=of_time("read"))
+        _around(assembly, "load_checkpoint", before=of_time("load"), after=of_time("loaded"))
+        _around(lost_ranks, "tell_new_processes", before=of_time("built"), after=of_time("told"))
         _around(run_module, "build_optimizer", after=of_time("build"))  # at the start for the first time
         _around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))
         _around(update, "gather_weights", before=of_time("gather"), after=of_time("gathered"))

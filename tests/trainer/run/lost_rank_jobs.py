@@ -66,7 +66,7 @@ class Moment(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        return self.what not in ("began", "reported") and not self.what.endswith(
+        return self.what not in ("began", "met", "reported") and not self.what.endswith(
             (":broken", ":newcomer", ":alarm", ":sleep")
         )
 
@@ -206,22 +206,39 @@ def _with(rank: int, together: int) -> set[int]:
 
 
 def lose_at_random(
-    folder: Path, depth: int, replicas: int, flags: str, *, seed: int, together: int = 1, timeout: float = 900.0
+    folder: Path,
+    depth: int,
+    replicas: int,
+    flags: str,
+    *,
+    seed: int,
+    together: int = 1,
+    building: float | None = None,
+    max_restarts: int = 0,
+    timeout: float = 900.0,
 ) -> tuple[Finished, list[tuple[int, str]]]:
     """Run the job, and kill or stop ranks at random moments until each stage has one left; returns whom, and how.
 
-    `together`: the tensor parallel degree, with which the number of ranks grows.
+    Args:
+        together: the tensor parallel degree, with which the number of ranks grows.
+        building: the ranks are lost within so many seconds from each other and from the beginning of the job, while
+            ranks prove programs and build their parts; None: the first one when a batch is done.
     """
     num_ranks = depth * replicas * together
     random, alive = Random(f"{seed} {flags}"), set(range(num_ranks))
     lost: list[tuple[int, str]] = []
-    with launch.Job(command(num_ranks, flags), directory=folder, **environment(folder, [])) as job:
-        launch.wait_for_iteration(job, folder / "metrics.jsonl", 1)
+    started, known = command(num_ranks, flags, max_restarts=max_restarts), 0
+    with launch.Job(started, directory=folder, **environment(folder, [])) as job:
+        if building is None:
+            launch.wait_for_iteration(job, folder / "metrics.jsonl", 1)
+        else:
+            job.wait_until(lambda: {each.rank for each in moments_of(folder) if each.what == "met"} == alive)
         processes = processes_of(folder)
         while choice := _may_be_lost(alive, replicas, together):
-            known = max(launch.losses(folder / "metrics.jsonl"))
-            launch.wait_for_iteration(job, folder / "metrics.jsonl", known + random.choice([0, 0, 1, 2, 3]))
-            time.sleep(random.uniform(0.0, random.choice([0.05, 1.0])))
+            if building is None:
+                known = max(launch.losses(folder / "metrics.jsonl"))
+                launch.wait_for_iteration(job, folder / "metrics.jsonl", known + random.choice([0, 0, 1, 2, 3]))
+            time.sleep(random.uniform(0.0, building or random.choice([0.05, 1.0])))
             rank, how = random.choice(choice), random.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
             alive -= _with(rank, together)
             lost.append((rank, how))

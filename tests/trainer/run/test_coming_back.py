@@ -3,19 +3,9 @@
 import json
 import re
 from collections import Counter
-from datetime import timedelta
-from unittest import mock
 
 import pytest
-from torch.distributed import TCPStore
 
-from megatron import backend
-
-backend.install()  # before anything imports megatron.core
-
-from megatron.pipeline.runtime.failure.errors import OnThisRank
-from megatron.pipeline.runtime.failure.membership import Membership
-from megatron.trainer.run.assembly import accept_losses
 from tests.trainer.run.lost_rank_jobs import (
     assert_drawn,
     assert_nothing_lost,
@@ -47,33 +37,16 @@ def test_rank_0_comes_back(tmp_path):
     assert not list((tmp_path / "saved").glob(".owner*"))
 
 
-def test_a_rank_that_never_builds_its_part_is_not_waited_for_without_end():
-    membership = Membership(TCPStore("127.0.0.1", 0, is_master=True), 0, 1, failure_timeout=60.0)
-    membership.begin()
-    try:
-        with mock.patch.object(membership, "world_size", 2):
-            with pytest.raises(OnThisRank, match="another rank has not built its part within "):
-                accept_losses(membership, timedelta(seconds=0.2))
-            accept_losses(membership, timedelta(seconds=60))  # the second of two
-    finally:
-        membership.leave()
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["sleep 4", "SIGKILL"])
-def test_a_rank_is_lost_before_the_first_batch_is_done(tmp_path, what):
-    """Rank 0 is the last to build its part, and has still to tell new processes how they build theirs. If it dies, the
-    job ends. Otherwise rank 1 trains only behind that, is killed in its first forward, and comes back."""
-    losses = [[0, "built", 1, what], [1, "forward", 1, "SIGKILL"], [0, "forward", 3, "newcomer"]]
+def test_a_rank_is_lost_before_the_first_batch_is_done(tmp_path):
+    """Rank 0 is the last to build its part. Rank 1 trains only behind that, is killed in its first forward, and comes
+    back."""
+    losses = [[0, "built", 1, "sleep 4"], [1, "forward", 1, "SIGKILL"], [0, "forward", 3, "newcomer"]]
     flags = f"--global-batch-size 4 --train-iters 6 {DECAY}"
     job = run(tmp_path, 2, f"{flags} --pipeline-model-parallel-size 1", losses, max_restarts=1)
-    if what == "SIGKILL":
-        job.outcome.assert_failed_clearly("rank 0 ", "was killed by SIGKILL; the job is ended")
-        assert [moment.rank for moment in job.moments if moment.is_loss] == [0], job.outcome.output
-        return
     assert_nothing_lost(job, flags)
     slept, killed = (
-        next(each.time for each in job.moments if each.what.startswith(what)) for what in ("built", "forw")
+        next(each.time for each in job.moments if each.what.startswith(what)) for what in ("built", "forward")
     )
     assert killed - slept > 4, job.moments
     lost, back = changes_recorded(job, world_size=2)

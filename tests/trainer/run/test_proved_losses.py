@@ -1,6 +1,7 @@
 """Losses that a run is ready for: ranks share out the searches, and each has the same program for the same loss."""
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
+from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.survivors import ReplicaRank, without
 from megatron.pipeline.survivors.losses import double_losses, single_losses
 from megatron.pipeline.survivors.table import Entry
@@ -21,10 +23,17 @@ EVERY = [ReplicaRank(replica, rank) for replica in range(NUM_REPLICAS) for rank 
 
 
 class Place:
-    """A rank's place among those of a job that share a store, as `Membership` has it."""
+    """A rank's place among those of a job that share a store, as `Membership` has it. `ranks`: of the epoch; None: the
+    process is not in the job yet."""
 
-    def __init__(self, store: HashStore, rank: int, world_size: int = len(EVERY), alarm: str | None = None) -> None:
-        self.rank, self.world_size, self.alarm, self._store = rank, world_size, alarm, store
+    _timeout = 60.0
+    await_keys = Membership.await_keys
+
+    def __init__(
+        self, store: HashStore, rank: int, ranks: Iterable[int] | None = range(len(EVERY)), alarm: str | None = None
+    ) -> None:
+        self.rank, self.world_size, self.alarm, self._store = rank, len(EVERY), alarm, store
+        self.epoch = None if ranks is None else SimpleNamespace(ranks=tuple(ranks))
 
     def ask(self, question):
         return question(self._store)
@@ -71,7 +80,7 @@ def test_ranks_agree_on_every_loss_of_one_and_two_ranks(searched):
     """Each distinct loss is searched once, and a process that joins later searches none. Programs are proved."""
     ranks, store = proved_by_all()
     assert sorted(searched) == sorted([*single_losses(NUM_RANKS), *double_losses(NUM_RANKS)])
-    newcomer = ProvedLosses(arguments(), Place(store, 0))
+    newcomer = ProvedLosses(arguments(), Place(store, 0, ranks=None))
     newcomer.prove()
     assert len(searched) == 6
     for lost in [(each,) for each in EVERY] + list(combinations(EVERY, 2)):
@@ -107,7 +116,7 @@ def test_the_log_says_what_was_proved():
 def test_two_replicas_cannot_lose_both_ranks_of_a_stage():
     """These losses are known to end the job, and the log counts them."""
     args, store = arguments(data_parallel_size=2, global_batch_size=2 * SIZE), HashStore()
-    alone = ProvedLosses(args, Place(store, 0, world_size=1))
+    alone = ProvedLosses(args, Place(store, 0, ranks=[0]))
     alone.prove()
     assert alone.lines[1].endswith("; 2 of 4 such losses end the job")
     with pytest.raises(ValueError, match="every replica has lost rank 1, so nobody holds the weights of stage 1"):
@@ -134,7 +143,7 @@ def test_a_loss_that_would_be_too_slow_is_a_warning():
     """Others leave the job fast enough, so it begins."""
     schedule = schedule_of("flush", 3)
     args = arguments(schedule=schedule, global_batch_size=4 * NUM_REPLICAS)
-    alone = ProvedLosses(args, Place(HashStore(), 0, world_size=1))
+    alone = ProvedLosses(args, Place(HashStore(), 0, ranks=[0]))
     alone.prove()
     speeds = [1 / alone.of([ReplicaRank(0, rank)]).slowdown for rank in range(3)]
     args.minimum_speed = (min(speeds) + max(speeds)) / 2
@@ -149,7 +158,14 @@ def test_a_schedule_that_goes_on_without_no_rank_is_refused():
         proved_by_all(schedule=schedule_of("pipedream", NUM_RANKS), global_batch_size=NUM_REPLICAS)
 
 
-def test_a_rank_that_is_lost_meanwhile_is_not_waited_for():
-    lonely = ProvedLosses(arguments(), Place(HashStore(), 0, alarm="rank 5 is lost: its process has ended"))
-    with pytest.raises(OnThisRank, match="rank 5 is lost: its process has ended, while the ranks proved programs"):
-        lonely.prove()
+def test_a_rank_that_is_lost_meanwhile_is_not_waited_for(searched):
+    """Those that are left prove what it has not proved, and nothing else again."""
+    place = Place(HashStore(), 1, alarm="rank 5 is lost: its process has ended")
+    rank = ProvedLosses(arguments(), place)
+    with pytest.raises(OnThisRank, match="rank 5 is lost: its process has ended"):
+        rank.prove()
+    place.epoch, place.alarm, before = SimpleNamespace(ranks=(1,)), None, list(searched)
+    rank.prove()
+    assert sorted(searched) == sorted([*single_losses(NUM_RANKS), *double_losses(NUM_RANKS)])
+    assert before == searched[: len(before)] and not {*before} & {*searched[len(before) :]}
+    assert rank.of_ranks(range(1, 6)).lost == (ReplicaRank(0, 0),) and rank.of_ranks(range(6)) is None

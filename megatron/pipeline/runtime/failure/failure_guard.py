@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.pipeline.runtime.failure.errors import end_at_once, name_cut_files, write_error_file
+from megatron.pipeline.runtime.failure.errors import AgreedError, end_at_once, name_cut_files, write_error_file
 from megatron.pipeline.runtime.failure.failure_board import (
     FailureBoard,
     launcher_hosts_store,
@@ -151,7 +151,7 @@ def is_consequence(error: BaseException | None) -> bool:
         if isinstance(error, TransferError):
             return not error.timed_out
         text = str(error).lower()
-        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN):
+        if isinstance(error, RuntimeError | AgreedError) and any(words in text for words in _BROKEN):
             return True
         error = error.__cause__
     return False

@@ -51,6 +51,7 @@ ACCEPTS_LOSSES = "accepts_losses"
 FAILURE_TIMEOUT = 10.0
 _BEAT = 0.5  # seconds between heartbeats; with a short failure timeout there are more
 _PACE = 0.05  # seconds between looks at the store while a process waits for an epoch; more with many ranks
+_LONGEST_PAUSE = 0.5  # seconds between looks for a key
 _ALL_LOOK = 1.0  # seconds between two looks at the log, for ranks that do not lead
 _MOST_WATCHED = 16  # the most missing processes that a process watches in addition to those in the ring
 
@@ -207,6 +208,23 @@ class Membership(StoreThread):
         self._gives_up_at, self._patience = time.monotonic() + patience, patience
         self._arrival = {"kind": "arrived", "token": self._me.token, "note": note, "admits": newcomers}
         return self._next(self.epoch.number, timeout)
+
+    def await_keys(self, keys: list[str]) -> None:
+        """Wait until processes of the job have written all these keys of the membership's part of the store.
+
+        Raises OnThisRank if the alarm is raised meanwhile, or, in a process that is not in the job yet, if no process
+        is left that could write them.
+        """
+        pause, looks_at = 0.01, time.monotonic() + self._timeout
+        while not self.ask(lambda store: store.check(keys)):
+            if self.alarm is not None:
+                raise OnThisRank(self.alarm)
+            if self.epoch is None and time.monotonic() >= looks_at:
+                if not takes_in(self._whole.clone(), timeout=self._timeout):
+                    raise OnThisRank(f"no rank is left to admit rank {self.rank}")
+                looks_at = time.monotonic() + self._timeout
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def confirm(self) -> None:
         """Return once the store has confirmed that this process is in the latest epoch; else the process ends.

@@ -25,6 +25,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.stages.megatron.auxiliary import stage_of_layers
 
 _RANK, _SIZE = "_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
@@ -142,6 +143,18 @@ def copy_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
         copies[1].copy_(copies[0])
     elif copies and group is not None and group.size() > 1:
         dist.all_reduce(copies[0].data, group=group)
+
+
+@torch.no_grad()
+def copy_tied_embeddings_to(chunks: Sequence[torch.nn.Module], copies: CopyRanks) -> None:
+    """As `copy_tied_embeddings`, where stages have copies. Collective over the ranks that `copies` names."""
+    if not copies.tied:
+        return
+    [own] = tied_embeddings(chunks)
+    is_first = any(getattr(model, "pre_process", False) for model in map(unwrap_model, chunks))
+    told = own.clone() if is_first and copies.is_first(dist.get_rank()) else torch.zeros_like(own)
+    dist.all_reduce(told, group=dist.new_group(copies.tied, use_local_synchronization=True))
+    own.copy_(told)
 
 
 @contextmanager
