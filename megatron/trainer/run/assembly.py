@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -60,7 +61,12 @@ if TYPE_CHECKING:
 
 
 def assemble(
-    args: TrainConfig, program: TrainingProgram, *, copies: CopyRanks | None = None, takes_over: bool = False
+    args: TrainConfig,
+    program: TrainingProgram,
+    *,
+    copies: CopyRanks | None = None,
+    takes_over: bool = False,
+    reading: AbstractContextManager | None = None,
 ) -> Run:
     """Build a run of `program` on this rank. Collective. Raises ValueError for errors that the user can fix.
 
@@ -68,6 +74,7 @@ def assemble(
         args: completed. The process groups must exist.
         copies: if ranks were lost before, the ranks over which the reductions of this rank go. The run has no engine.
         takes_over: a process of this job that is lost may still own the directory of `--save`.
+        reading: a context in which the data are read; the indices of samples may be made in it.
     """
     owner_mark = prepare_outputs(args, takes_over=takes_over)
     try:
@@ -77,7 +84,7 @@ def assemble(
             from megatron.trainer.plan import auto_program
 
             auto_program.keep(made, Path(args.save))
-        return _build(args, program, owner_mark, copies)
+        return _build(args, program, owner_mark, copies, reading)
     except BaseException:
         if owner_mark is not None:
             owner_mark.release()
@@ -110,14 +117,20 @@ def tell_new_processes(run: Run, membership: Membership) -> None:
 
 
 def _read(
-    args: TrainConfig, program: TrainingProgram, *, writes: bool | None = None
+    args: TrainConfig,
+    program: TrainingProgram,
+    *,
+    writes: bool | None = None,
+    reading: AbstractContextManager | None = None,
 ) -> tuple[TrainConfig, Reporter, Datasets, int]:
     """Read the tokenizer and the data, and open the log.
 
     Returns the configuration completed from tokenizer and data, the reporter, the datasets, and the number of token
     ids.
 
-    `writes`: whether this rank writes the log; None: if it is the last rank.
+    Args:
+        writes: whether this rank writes the log; None: if it is the last rank.
+        reading: as for `assemble`.
     """
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
     args = replace(args, padded_vocab_size=0 if tokenizer is None else padded_vocab_size(args, tokenizer))
@@ -127,7 +140,8 @@ def _read(
         with agreed():
             require_cache(args)
     reporter = Reporter(args, writes=writes)
-    datasets = program.datasets_provider(args, tokenizer)
+    with reading or nullcontext():
+        datasets = program.datasets_provider(args, tokenizer)
     args = replace(args, has_split=datasets.has_split, data_digest=datasets.digest)
     if args.freeze_watch_validation is not None and not args.has_split[1]:
         raise ValueError(
@@ -139,8 +153,14 @@ def _read(
     return args, reporter, datasets, 0 if tokenizer is None else vocab_size(args, tokenizer)
 
 
-def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | None, copies: CopyRanks | None) -> Run:
-    args, reporter, datasets, num_tokens = _read(args, program)
+def _build(
+    args: TrainConfig,
+    program: TrainingProgram,
+    owner_mark: OwnerMark | None,
+    copies: CopyRanks | None,
+    reading: AbstractContextManager | None,
+) -> Run:
+    args, reporter, datasets, num_tokens = _read(args, program, reading=reading)
     began = time.perf_counter()
     built = setup_model_and_optimizer(args, program, copies=copies)
     seconds_of_setup = time.perf_counter() - began

@@ -272,12 +272,15 @@ class LostRanks:
     def _assembled(self, program: TrainingProgram) -> Run | None:
         """The run of the epoch's ranks; None if a rank was lost while it was built. Collective over these ranks."""
         try:
-            began, survivors = time.monotonic(), self.proved.of_ranks(self.epoch.ranks)
-            with self._groups.connecting(time.monotonic() - began, meeting=self._timeout), silenced():
+            survivors = self.proved.of_ranks(self.epoch.ranks)
+            with self._groups.connecting(meeting=self._timeout), silenced():
                 self._groups.form(self.epoch, self.membership.rank, self.membership.store())
                 args = replace(self._args, rank=dist.get_rank(), world_size=dist.get_world_size())
                 args = set_up(args, group=lambda args: self._groups.name(args, survivors))
-                run = assemble(args, program, copies=self._groups.copies, takes_over=self.epoch.number > 0)
+                reading = self.membership.silent_for(self._timeout.total_seconds()) if args.rank == 0 else None
+                run = assemble(
+                    args, program, copies=self._groups.copies, takes_over=self.epoch.number > 0, reading=reading
+                )
                 self._groups.note_layers()
                 if survivors is not None:
                     self._change_program(run, survivors)
@@ -327,7 +330,7 @@ class LostRanks:
                 began = time.monotonic()
                 survivors = self._told(lambda notes=notes: self._survivors(notes))
                 with self._groups.connecting(time.monotonic() - began):
-                    self._make_groups()
+                    self._groups.form(self.epoch, self.membership.rank, self.membership.store())
                     reports += self._take_on(run, notes)
                     self._begin(run, survivors, notes)
             except Exception as error:
@@ -377,9 +380,6 @@ class LostRanks:
             run.deferred_bytes.add(-run.deferred_bytes.now)
         self._groups.leave_behind()
         return reports
-
-    def _make_groups(self) -> None:
-        self._groups.form(self.epoch, self.membership.rank, self.membership.store())
 
     def _take_on(self, run: Run, of_ranks: Mapping[int, dict]) -> list[BatchReport]:
         """Start again from the newest version that any rank has. Returns the reports of steps that this rank makes."""

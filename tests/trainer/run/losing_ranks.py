@@ -7,7 +7,8 @@ kills the process of rank R, and goes on. `start` counts the processes of a rank
 and 1 the one that takes its place.
 
 `newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
-`sleep S` takes none away: the process needs S seconds more there. Nor does `alarm`: the process waits there until
+`sleep S` takes none away: the process needs S seconds more there; with `hold S` it holds its interpreter meanwhile. Nor
+does `alarm`: the process waits there until
 another is lost, and then has an error of the connection.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
 The place `move` is on the thread of moves, when saved activations have been packed and the other rank waits for them.
@@ -21,6 +22,7 @@ MOMENTS is a file to which each process appends a line for what happens: the tim
 first that it has begun, with its process id.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -78,6 +80,9 @@ class Places:
         if act == "kill":
             kill(int(other))
             return
+        if act == "hold":
+            ctypes.PyDLL(None).sleep(int(other))
+            return
         if act == "sleep":
             time.sleep(float(other))
             return
@@ -107,6 +112,7 @@ class Places:
         from megatron.pipeline.runtime.transport.move_links import GlooMoveLink
         from megatron.trainer.checkpoint import directory, writer
         from megatron.trainer.checkpoint.checkpoint import Restoration
+        from megatron.trainer.data import datasets
         from megatron.trainer.report.log import Reporter
         from megatron.trainer.run import assembly, lost_ranks
         from megatron.trainer.run import loop as loop_module
@@ -152,6 +158,7 @@ class Places:
         _around(EpochGroups, "name", before=of_time("groups"))
         _around(assembly, "prepare_outputs", before=of_time("outputs"))
         _around(assembly, "build_tokenizer", before=of_time("read"))
+        _around(datasets, "blends", before=of_time("indices"))
         _around(assembly, "load_checkpoint", before=of_time("load"), after=of_time("loaded"))
         _around(lost_ranks, "tell_new_processes", before=of_time("built"), after=of_time("told"))
         _around(run_module, "build_optimizer", after=of_time("build"))  # at the start for the first time
@@ -167,7 +174,7 @@ class Places:
         _around(directory.BegunSave, "commit", before=of_time("commit"), after=of_time("committed"))
         _around(directory, "_write_tracker", before=of_time("tracker"))
         _around(loop_module, "draw_last_batches", before=of_time("timeline"))
-        _around(LostRanks, "_make_groups", before=of_time("new groups"))
+        _around(LostRanks, "_survivors", after=of_time("new groups"))
         if any(place == "published" for place, _ in self._losses):
             self._watch_addresses()
         _around(LostRanks, "_hand_over", before=of_time("state"))

@@ -67,7 +67,7 @@ class Moment(NamedTuple):
     @property
     def is_loss(self) -> bool:
         return self.what not in ("began", "met", "reported") and not self.what.endswith(
-            (":broken", ":newcomer", ":alarm", ":sleep")
+            (":broken", ":newcomer", ":alarm", ":sleep", ":hold")
         )
 
 

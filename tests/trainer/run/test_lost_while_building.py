@@ -6,6 +6,7 @@ import pytest
 from tests.trainer.arguments import bert_command_line
 from tests.trainer.run import test_experts, test_t5
 from tests.trainer.run.lost_rank_jobs import (
+    TIMEOUT,
     Trained,
     assert_nothing_lost,
     changes_recorded,
@@ -57,6 +58,17 @@ def test_every_place_of_building(tmp_path, place, what):
     assert_nothing_lost(job, flags, model=BASE)
     assert lost(job) == [1], job.outcome.output
     assert [each["ranks"] for each in changes_recorded(job, world_size=4)] == [3]
+
+
+@pytest.mark.full
+def test_the_rank_that_makes_the_indices_of_samples_may_be_silent(tmp_path):
+    """It holds its interpreter for longer than the failure timeout, and stays."""
+    flags = "--global-batch-size 4 --train-iters 3 --seed 77"
+    job = run(tmp_path, 2, f"{flags} --pipeline-model-parallel-size 1", [[0, "indices", 1, f"hold {TIMEOUT + 4:.0f}"]])
+    assert_nothing_lost(job, flags)
+    assert "hold" in {moment.what.partition(":")[2] for moment in job.moments} and not changes_recorded(
+        job, world_size=2
+    ), job.outcome.output
 
 
 @pytest.mark.full

@@ -7,7 +7,8 @@ Solution: a process counts up its heartbeat, and a watcher measures with its own
 same. Time in which the watcher itself did not look does not count. Each process also listens at a port, the *door*. The
 kernel accepts connections there, however busy the process is, and even if it is stopped. The kernel refuses them as
 soon as the process has ended. So a refused connection proves at once that the process has ended. Silence counts as
-proof only after the failure timeout.
+proof only after the failure timeout, or after the longer silence that the process has announced with its last
+heartbeat.
 """
 
 from __future__ import annotations
@@ -123,6 +124,10 @@ class Watch:
         heartbeat, silence, _ = self._seen.get(token, (LEFT, 0.0, False))
         return 0.0 if heartbeat == LEFT else silence
 
+    def announced(self, token: str) -> float:
+        """Return the seconds of silence that the token's latest heartbeat announces; 0 if it announces none."""
+        return float(self._seen.get(token, ("",))[0].partition(" ")[2] or 0.0)
+
     def has_left(self, token: str) -> bool:
         return self._seen.get(token, ("",))[0] == LEFT
 
@@ -140,23 +145,28 @@ class Lookout:
         me: this process.
         timeout: seconds of silence after which a process counts as lost.
         interval: seconds between two heartbeats.
+
+    Attributes:
+        announced: seconds of silence that this process announces with its heartbeats from now on; 0: none.
     """
 
     def __init__(self, store: Store, me: Member, *, timeout: float, interval: float) -> None:
         self._store, self._me, self._timeout, self._interval = store, me, timeout, interval
         self._watch = Watch(interval)
         self._num_beats = 0
+        self.announced = 0.0
         self._beats_at = self._looks_at = 0.0
         self._tries_at: dict[str, float] = {}  # token -> when its door may be tried again
         self._ended: set[str] = set()
         self.is_heard = self._watch.is_heard
 
-    def beat(self) -> None:
-        """Write the next heartbeat, if at least `interval` seconds have passed since the last one."""
-        if time.monotonic() >= self._beats_at:
+    def beat(self, *, at_once: bool = False) -> None:
+        """Write the next heartbeat, if at least `interval` seconds have passed since the last one, or `at_once`."""
+        if at_once or time.monotonic() >= self._beats_at:
             self._beats_at = time.monotonic() + self._interval
             self._num_beats += 1
-            self._store.set(f"beat/{self._me.token}", str(self._num_beats))
+            announced = f" {self.announced:g}" if self.announced else ""
+            self._store.set(f"beat/{self._me.token}", f"{self._num_beats}{announced}")
 
     def leave(self) -> None:
         """Write as the last heartbeat that this process ends normally."""
@@ -181,8 +191,9 @@ class Lookout:
                 normally.
         """
         silence, now = self._watch.silence(member.token), time.monotonic()
-        if silence >= self._timeout:
-            return f"no heartbeat for {self._timeout:g} s"
+        timeout = max(self._timeout, self._watch.announced(member.token))
+        if silence >= timeout:
+            return f"no heartbeat for {timeout:g} s"
         if self._watch.has_left(member.token):
             return HAS_LEFT if is_awaited else None
         if silence >= NUM_SILENT_LOOKS * self._interval and now >= self._tries_at.get(member.token, 0.0):

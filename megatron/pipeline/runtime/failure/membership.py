@@ -9,7 +9,7 @@ Solution: everything goes through the job's store, over a connection and a threa
 - **Detection.** Each process has a heartbeat and a door (`heartbeats`). It watches the processes at the distances 1, 2,
   4, ... in the ring of ranks. So if a whole host disappears, processes on other hosts notice, and the store can serve a
   thousand ranks. A process is lost if its door refuses connections, or if its heartbeat stays the same for
-  `failure_timeout`.
+  `failure_timeout`, or for the longer time that it has announced (`silent_for`).
 - **Alarm.** A process that finds another process lost, or has a link that fails (`suspect`), raises the alarm of the
   epoch. Every process hears the alarm within a heartbeat, and its `on_alarm` interrupts the training thread's wait.
 - **Agreement.** All processes of an epoch call `agree`. Each appends a line to the next epoch's log, a key of the store
@@ -34,7 +34,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
@@ -208,6 +209,23 @@ class Membership(StoreThread):
         self._gives_up_at, self._patience = time.monotonic() + patience, patience
         self._arrival = {"kind": "arrived", "token": self._me.token, "note": note, "admits": newcomers}
         return self._next(self.epoch.number, timeout)
+
+    @contextmanager
+    def silent_for(self, seconds: float) -> Iterator[None]:
+        """A context in which a call may hold the interpreter for so many seconds, and this process stays in the job.
+
+        megatron.core's C++ does so while it makes the indices of samples. A stop of this process is noticed after that
+        time, its end as usual.
+        """
+        self._announce(seconds)
+        try:
+            yield
+        finally:
+            self._announce(0.0)
+
+    def _announce(self, seconds: float) -> None:
+        self._lookout.announced = seconds
+        self._ask(lambda: self._lookout.beat(at_once=True))
 
     def await_keys(self, keys: list[str]) -> None:
         """Wait until processes of the job have written all these keys of the membership's part of the store.

@@ -54,6 +54,12 @@ def live(
                 elif do == "hold":  # the interpreter, as a call into a library may
                     ctypes.PyDLL(None).sleep(*arguments)
                     connection.send("held")
+                elif do == "announce":  # and hold it longer than the failure timeout
+                    announced, seconds = arguments
+                    with membership.silent_for(announced):
+                        connection.send("announced")
+                        ctypes.PyDLL(None).sleep(seconds)
+                    connection.send("held")
                 elif do == "hang":  # the training thread alone
                     time.sleep(*arguments)
                 elif do == "suspect":

@@ -75,6 +75,24 @@ def test_a_rank_that_holds_its_interpreter_stays(tmp_path):
         assert job.current["lost"] == {} and set(job.epochs) == {0, 1}
 
 
+@pytest.mark.alone
+def test_a_rank_may_be_silent_for_as_long_as_it_has_announced(tmp_path):
+    """It holds its interpreter longer than the failure timeout, and nobody is lost. Its death is noticed all the same,
+    and a stop when the announced time is over."""
+    with Job(tmp_path, 3, timeout=1.0) as job:
+        job.tell("announce", 60, 3, ranks=[1])
+        assert (job.hear(1), job.hear(1)) == ("announced", "held")
+        job.tell("announce", 60, 60, ranks=[1])
+        assert job.hear(1) == "announced"
+        job.send(signal.SIGKILL, 1)
+        job.wait_for([0, 2])
+        assert job.current["lost"] == {1: "its process has ended"} and set(job.epochs) == {0, 1}
+        job.tell("announce", 4, 60, ranks=[2])
+        assert job.hear(2) == "announced"
+        job.wait_for([0])
+        assert job.current["lost"] == {2: "no heartbeat for 4 s"}
+
+
 def test_a_suspicion_stands_beside_the_reason(tmp_path):
     with Job(tmp_path, 3, timeout=PATIENT) as job:
         job.send(signal.SIGSTOP, 2)
