@@ -4,7 +4,7 @@ train from the first batch on as if no rank had been lost."""
 import pytest
 
 from tests.trainer.arguments import bert_command_line
-from tests.trainer.run import test_experts, test_t5
+from tests.trainer.run import test_t5
 from tests.trainer.run.lost_rank_jobs import (
     TIMEOUT,
     Trained,
@@ -15,6 +15,8 @@ from tests.trainer.run.lost_rank_jobs import (
     run,
 )
 from tests.trainer.run.run_case import BASE, table, train
+from tests.trainer.run.test_experts import BIASED
+from tests.trainer.run.test_what_loses_ranks import ALLTOALL, EXPERTS, MUON
 
 SHAPE = "--pipeline-model-parallel-size 2"
 
@@ -94,7 +96,6 @@ def tied() -> Trained:
     return gpt(BASE)
 
 
-EXPERTS = f"--num-experts 4 --moe-aux-loss-coeff 1e-2 {test_experts.SMOOTH}"
 SHARDS = "--use-distributed-optimizer"
 
 # name: (program, ranks, flags, flags of the job alone, ranks of the undisturbed job, and its flags)
@@ -112,6 +113,13 @@ RUNS = {
     "tensor groups": (
         tied, 8, "--tensor-model-parallel-size 2 --sequence-parallel", SHAPE, 2, "--pipeline-model-parallel-size 1",
     ),
+    "shared experts, predicted weights and copies": (  # after a loss a copy reads the microbatches of both replicas
+        gpt, 4, f"--train-iters 8 --global-batch-size 8 {EXPERTS} {BIASED} {ALLTOALL} --expert-model-parallel-size 2 "
+        "--lr 1e-3 --pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-reduce "
+        "--pipeline-model-parallel-size 1",
+        f"{SHARDS} --redundant-optimizer --2bw-provisional-microbatches 1", 2, "--2bw-provisional-microbatches 2",
+    ),
+    "muon": (gpt, 4, f"{MUON} --pipeline-schedule 2bw", f"{SHAPE} {SHARDS}", 1, ""),
 }  # fmt: skip
 
 
@@ -121,7 +129,7 @@ RUNS = {
 def test_what_is_built_without_a_rank(tmp_path, trained, num_ranks, flags, shape, num_undisturbed, more, place):
     """Rank 0 is lost, and its new process takes everything over from ranks that were built without it."""
     flags = f"--global-batch-size 4 --train-iters 5 {flags}"
-    losses = [[0, place, 1, "SIGKILL"], [num_ranks // 2 - 1, "forward", 3, "newcomer"]]
+    losses = [[0, place, 1, "SIGKILL"], [num_ranks - 1, "forward", 3, "newcomer"]]
     job = run(tmp_path, num_ranks, f"{flags} {shape}", losses, trained=trained(), max_restarts=1, timeout=400)
     assert_nothing_lost(job, f"{flags} {more}", num_ranks=num_undisturbed, trained=trained())
     gone, back = changes_recorded(job, world_size=num_ranks)
