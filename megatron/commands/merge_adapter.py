@@ -18,10 +18,12 @@ from pathlib import Path
 
 from megatron.documents import command_line
 from megatron.documents.command_line import add_flags, require_folder
-from megatron.documents.flag_types import count
+from megatron.documents.flag_types import count, positive
 
 COPIED = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files beside the tensors, such as those of a tokenizer."""
+NOT_COPIED = ("adapter_config", "model.", "pytorch_model.")
+"""Beginnings of the names of an adapter's configuration and of indices of tensors, which the merged model has anew."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser,
         ("--output", Path, "FOLDER", "of the merged model", {"required": True}),
         ("--num-labels", count, "N", "classes of the adapter's head, if they are not BASE's"),
-        ("--file-bytes", float, "BYTES", "largest size of a written file (default: 4e9)", {"default": 4e9}),
+        ("--file-bytes", positive, "BYTES", "largest size of a written file (default: 4e9)", {"default": 4e9}),
     )
     return command_line.run(_run, parser.parse_args(arguments))
 
@@ -67,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
 
     def save_rest(folder: Path) -> None:
         for path in options.base.iterdir():
-            if path.suffix in COPIED and not path.name.startswith(("adapter_config", "model.")):
+            if path.suffix in COPIED and not path.name.startswith(NOT_COPIED):
                 shutil.copy(path, folder)
         save_model_rest(folder, model, options.base, getattr(model.config, "dtype", None))
 

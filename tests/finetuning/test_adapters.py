@@ -498,8 +498,10 @@ def test_memory_counts_frozen_weights_once(folder, tmp_path):
 
 
 def test_merged_by_the_command(folder, tmp_path, capsys):
-    """In several files, with the head that PEFT's file has: what merge_and_unload makes."""
+    """In several files, with the head that PEFT's file has: what merge_and_unload makes. No index of the model's own
+    files comes along."""
     base = tiny.model_folder(folder)
+    (base / "pytorch_model.bin.index.json").write_text("{}")
     options = {"r": 4, "target_modules": ["query", "dense"], "use_dora": True, "lora_alpha": 3}
     adapter = lora.begun(base, CLASSES, tmp_path / "adapter", task_type="SEQ_CLS", **options)
     status, out, err = runner(merge_adapter, capsys)(
@@ -508,6 +510,8 @@ def test_merged_by_the_command(folder, tmp_path, capsys):
     assert (status, out) == (0, f"merged model in {tmp_path / 'merged'}\n"), err
     assert len(list((tmp_path / "merged").glob("model-*-of-*.safetensors"))) > 2
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert not (tmp_path / "merged" / "pytorch_model.bin.index.json").exists()
+    (base / "pytorch_model.bin.index.json").unlink()
     found = cases.weights_of(tmp_path / "merged", CLASSES)
     expected = lora.adapted(base, CLASSES, adapter).merge_and_unload().state_dict()
     assert found.keys() == expected.keys()
@@ -515,6 +519,8 @@ def test_merged_by_the_command(folder, tmp_path, capsys):
         torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-6, msg=name)
     status, _, err = runner(merge_adapter, capsys)(base, base, "--output", tmp_path / "other")
     assert status == 1 and "adapter_config.json cannot be read" in err
+    status, _, err = runner(merge_adapter, capsys)(base, adapter, "--output", tmp_path / "other", "--file-bytes", 0)
+    assert status == 2 and "argument --file-bytes: '0' is no finite number above 0" in err
 
 
 def test_the_command_takes_nothing_away(folder, tmp_path, capsys, monkeypatch):
