@@ -67,9 +67,12 @@ def training_arguments(options: argparse.Namespace) -> TrainConfig:
     backend.install()
     from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
     from megatron.trainer.arguments.flags.config import TrainConfig
+    from megatron.trainer.checkpoint import directory
     from megatron.trainer.checkpoint.checkpoint import with_checkpoint_arguments
     from megatron.trainer.start_up import initialize
 
+    if directory.locate(options.load, step=options.ckpt_step) is None:
+        raise ValueError(f"--load {options.load} holds no checkpoint; name the directory that a run had as its --save")
     argv = ["--load", options.load, "--finetune", "--use-checkpoint-args", "--skip-train", "--mock-data"]
     argv += ["--micro-batch-size", "1", "--seed", str(options.seed)]
     for name in ("ckpt_step", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"):

@@ -167,7 +167,7 @@ def test_sampled_text_follows_the_seed(checkpoint):
     [
         (["--prompt", "x" * 33], ("33 tokens", "32 positions")),
         (["--prompt", "a", "--ckpt-step", 6], ("iter_0000006 does not exist", "--ckpt-step 7")),
-        (["--prompt", "a", "--load", "/nowhere"], ("/nowhere holds none",)),
+        (["--prompt", "a", "--load", "/nowhere"], ("--load /nowhere holds no checkpoint; name the directory",)),
         (["--prompt", "a", "--temperature", -1], ("temperature -1",)),
         (["--prompt", "a", "--num-tokens", 0], ("--num-tokens 0",)),
         (["--prompt", "a", "--tokenizer-type", "SentencePieceTokenizer"], ("--tokenizer",)),
