@@ -128,6 +128,7 @@ def test_every_place_where_an_expert_group_can_be_lost(tmp_path, flags, losses):
         (f"{SHARED} {VIRTUAL} {COPIES} {BIASED}", 2, 2),
         (f"{SHARED} {DEEP} {SHARDS} --pipeline-schedule 2bw {BIASED}", 2, 2),
         (f"{SHARED} {MUON} {DEEP} {SHARDS}", 2, 2),
+        (f"{SHARED} {MUON} {DEEP} {SHARDS} --pipeline-schedule 2bw --2bw-error-feedback", 2, 2),
         (f"{SHARED} {DEEP} {NARROW}", 2, 2),
     ],
 )  # fmt: skip
