@@ -21,13 +21,12 @@ from collections.abc import Collection, Sequence
 from megatron.documents import counted
 from megatron.pipeline.runtime.failure.errors import SameEverywhere, number_of
 from megatron.pipeline.runtime.failure.membership import Membership
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.pipeline.survivors.losses import double_losses, single_losses
 from megatron.pipeline.survivors.renaming import distinct, renamed
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.pipeline.survivors.table import Entry
-from megatron.trainer.arguments.flags.config import TrainConfig, num_places, ranks_of_place
-from megatron.trainer.run.places import place_of
 
 _MOST_SECONDS = 60.0
 """The largest time for proving losses of two ranks at the start, in seconds, as estimated."""
@@ -39,16 +38,24 @@ class ProvedLosses:
     """The job's programs without lost ranks.
 
     Args:
-        args: the configuration with which the run begins.
         membership: this rank's membership, in an epoch.
+        schedule: the schedule of a replica.
+        size: the number of microbatches of a replica in a batch; programs are proved only for this number.
+        num_replicas: the number of replicas in a program of all ranks.
+        place_size: the number of ranks that are lost together.
+        minimum_speed: the flag of this name.
 
     Attributes:
+        num_replicas: as given.
         lines: log lines about the proofs and the cost of each loss.
     """
 
-    def __init__(self, args: TrainConfig, membership: Membership) -> None:
-        self._args, self._membership = args, membership
-        self._size = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    def __init__(
+        self, membership: Membership, schedule: PipelineSchedule, size: int, *, num_replicas: int, place_size: int,
+        minimum_speed: float,
+    ) -> None:  # fmt: skip
+        self._membership, self._schedule, self._size = membership, schedule, size
+        self.num_replicas, self._place_size, self._minimum_speed = num_replicas, place_size, minimum_speed
         self._entries: dict[Lost, Entry] = {}
         self.lines: tuple[str, ...] = ()
 
@@ -59,7 +66,7 @@ class ProvedLosses:
             SameEverywhere: the job could not continue without any rank, or would be slower than `--minimum-speed`.
             OnThisRank: a rank was lost meanwhile. The ranks that are left can prove the rest.
         """
-        began, num_ranks = time.monotonic(), self._args.schedule.num_ranks
+        began, num_ranks = time.monotonic(), self._schedule.num_ranks
         singles = self._share_out(single_losses(num_ranks))
         self._require_some(singles)
         losses = double_losses(num_ranks)
@@ -70,60 +77,54 @@ class ProvedLosses:
 
     def knows(self, survivors: Survivors) -> bool:
         """Whether a program was proved before the run began."""
-        num_replicas = num_places(self._args)
-        is_whole = survivors.schedule.num_microbatches == self._size * num_replicas
-        return is_whole and distinct(survivors.lost, num_replicas)[0] in self._entries
+        is_whole = survivors.schedule.num_microbatches == self._size * self.num_replicas
+        return is_whole and distinct(survivors.lost, self.num_replicas)[0] in self._entries
 
     def of(self, lost: Collection[ReplicaRank], size: int | None = None) -> Survivors:
         """The program of the remaining ranks; the same on all of them.
 
         Args:
-            size: the number of microbatches per replica in each batch; None: that of `--global-batch-size`, the only
-                number for which programs are proved before the run begins.
+            size: the number of microbatches per replica in each batch; None: the number for which programs are proved
+                before the run begins.
 
         Raises:
             ValueError: the job cannot continue, for the reason that `without` gives, or would be slower than
                 `--minimum-speed`.
             OnThisRank: the store is gone.
         """
-        args, survivors = self._args, self._found(lost, self._size if size is None else size)
-        if survivors.slowdown * args.minimum_speed > 1:
-            without_ranks = counted(len(lost) * ranks_of_place(args), "rank")
+        survivors = self._found(lost, self._size if size is None else size)
+        if survivors.slowdown * self._minimum_speed > 1:
+            without_ranks = counted(len(lost) * self._place_size, "rank")
             raise ValueError(
                 f"without {without_ranks} the job has {1 / survivors.slowdown:.0%} of its speed, less "
-                f"than --minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
+                f"than --minimum-speed {self._minimum_speed:g}; restart it with all ranks from its last checkpoint"
             )
         return survivors
-
-    def of_ranks(self, ranks: Collection[int], size: int | None = None) -> Survivors | None:
-        """The program of the ranks that are present; None if all are. The rest is as in `of`."""
-        absent = set(range(self._membership.world_size)).difference(ranks)
-        return self.of({place_of(self._args, rank) for rank in absent}, size) if absent else None
 
     # --- parts
 
     def _found(self, lost: Collection[ReplicaRank], size: int) -> Survivors:
-        args, num_replicas = self._args, num_places(self._args)
+        num_replicas = self.num_replicas
         known, replicas = distinct(lost, num_replicas)
         entry = self._entries.get(known) if size == self._size else None
         if entry is None:
-            return without(args.schedule, size, num_replicas=num_replicas, lost=lost)
+            return without(self._schedule, size, num_replicas=num_replicas, lost=lost)
         if entry.refusal is not None:
             raise ValueError(entry.refusal)
         packed = self._membership.ask(lambda store: store.get(_key_of_program(entry)))
-        sharing = Sharing(args.schedule, self._size, num_replicas, frozenset(known))
+        sharing = Sharing(self._schedule, self._size, num_replicas, frozenset(known))
         return renamed(entry.survivors(packed, sharing), replicas)
 
     def _share_out(self, losses: Sequence[Lost]) -> list[Entry]:
         """Search programs for losses, each loss on one rank; return the results of all ranks. Collective."""
-        args, membership, keys = self._args, self._membership, [_key_of(lost) for lost in losses]
+        membership, keys = self._membership, [_key_of(lost) for lost in losses]
         ranks = () if membership.epoch is None else membership.epoch.ranks
         own = ranks.index(membership.rank) if ranks else -1  # a process that joins later has no part
         for at, (lost, key) in enumerate(zip(losses, keys, strict=True)):
             if at * len(ranks) // len(losses) != own or membership.ask(lambda store, key=key: store.check([key])):
                 continue
             entry, packed = Entry.search(
-                args.schedule, self._size, num_replicas=num_places(args), lost=lost, crowd=_crowd()
+                self._schedule, self._size, num_replicas=self.num_replicas, lost=lost, crowd=_crowd()
             )
             if packed:
                 membership.ask(lambda store, entry=entry, packed=packed: store.set(_key_of_program(entry), packed))
@@ -143,9 +144,9 @@ class ProvedLosses:
         best = min(filter(lambda each: each.refusal is None, singles), key=lambda each: each.slowdown, default=None)
         if best is None:
             raise SameEverywhere(f"--go-on-without-lost-ranks: {singles[0].refusal}")
-        if best.slowdown * self._args.minimum_speed > 1:
+        if best.slowdown * self._minimum_speed > 1:
             raise SameEverywhere(
-                f"--minimum-speed {self._args.minimum_speed:g}: without a rank the job has at most "
+                f"--minimum-speed {self._minimum_speed:g}: without a rank the job has at most "
                 f"{1 / best.slowdown:.0%} of its speed, as simulated, so the loss of any rank would end it; give at "
                 f"most {int(100 / best.slowdown) / 100:g}, or leave --go-on-without-lost-ranks out"
             )
@@ -159,10 +160,10 @@ class ProvedLosses:
         for rank, each in enumerate(singles):
             if each.refusal is not None:
                 lines.append(f"warning: the loss of a rank {rank} of the pipeline ends the job: {each.refusal}")
-            elif each.slowdown * self._args.minimum_speed > 1:
+            elif each.slowdown * self._minimum_speed > 1:
                 lines.append(
                     f"warning: the loss of a rank {rank} of the pipeline ends the job: it leaves "
-                    f"{1 / each.slowdown:.0%} of the speed, less than --minimum-speed {self._args.minimum_speed:g}"
+                    f"{1 / each.slowdown:.0%} of the speed, less than --minimum-speed {self._minimum_speed:g}"
                 )
         return lines
 

@@ -116,7 +116,7 @@ class Places:
         from megatron.trainer.report.log import Reporter
         from megatron.trainer.run import assembly, lost_ranks
         from megatron.trainer.run import loop as loop_module
-        from megatron.trainer.run.epoch_groups import EpochGroups
+        from megatron.trainer.run.core_groups import CoreGroups
         from megatron.trainer.run.loop import Loop
         from megatron.trainer.run.lost_ranks import LostRanks
         from megatron.trainer.run.lost_shards import LostShards
@@ -155,7 +155,7 @@ class Places:
         )
         _around(ProvedLosses, "prove", before=lambda *_: note("met", 0))
         _around(ProvedLosses, "prove", before=of_time("proofs"))
-        _around(EpochGroups, "name", before=of_time("groups"))
+        _around(CoreGroups, "name", before=of_time("groups"))
         _around(assembly, "prepare_outputs", before=of_time("outputs"))
         _around(assembly, "build_tokenizer", before=of_time("read"))
         _around(datasets, "blends", before=of_time("indices"))

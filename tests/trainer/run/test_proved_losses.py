@@ -39,12 +39,12 @@ class Place:
         return question(self._store)
 
 
-def arguments(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{
-        "schedule": schedule_of("zb-h1", NUM_RANKS), "global_batch_size": SIZE * NUM_REPLICAS, "micro_batch_size": 1,
-        "data_parallel_size": NUM_REPLICAS, "minimum_speed": 0.0, "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1, "num_experts": None, **changes,
-    })  # fmt: skip
+SCHEDULE = schedule_of("zb-h1", NUM_RANKS)
+
+
+def proving(place: Place, **changes) -> ProvedLosses:
+    job = {"schedule": SCHEDULE, "size": SIZE, "num_replicas": NUM_REPLICAS, "place_size": 1, "minimum_speed": 0.0}
+    return ProvedLosses(place, **{**job, **changes})
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def searched(monkeypatch) -> list[tuple[ReplicaRank, ...]]:
 
 def proved_by_all(**changes) -> tuple[list[ProvedLosses], HashStore]:
     """A job of threads, each of which is a rank."""
-    store, args = HashStore(), arguments(**changes)
+    store = HashStore()
     places = [Place(store, rank) for rank in range(len(EVERY))]
-    ranks = [ProvedLosses(args, place) for place in places]
+    ranks = [proving(place, **changes) for place in places]
     with ThreadPoolExecutor(len(ranks)) as threads:
         try:
             for each in [threads.submit(rank.prove) for rank in ranks]:
@@ -80,7 +80,7 @@ def test_ranks_agree_on_every_loss_of_one_and_two_ranks(searched):
     """Each distinct loss is searched once, and a process that joins later searches none. Programs are proved."""
     ranks, store = proved_by_all()
     assert sorted(searched) == sorted([*single_losses(NUM_RANKS), *double_losses(NUM_RANKS)])
-    newcomer = ProvedLosses(arguments(), Place(store, 0, ranks=None))
+    newcomer = proving(Place(store, 0, ranks=None))
     newcomer.prove()
     assert len(searched) == 6
     for lost in [(each,) for each in EVERY] + list(combinations(EVERY, 2)):
@@ -88,7 +88,7 @@ def test_ranks_agree_on_every_loss_of_one_and_two_ranks(searched):
         assert len({each.schedule.sha256 for each in found}) == 1 and all(rank.knows(rank.of(lost)) for rank in ranks)
         assert found[0].schedule.proofs and found[0].lost == lost and not {*lost} & {*found[0].ranks}
         if len(lost) == 1:
-            direct = without(arguments().schedule, SIZE, num_replicas=NUM_REPLICAS, lost=lost)
+            direct = without(SCHEDULE, SIZE, num_replicas=NUM_REPLICAS, lost=lost)
             assert found[0].schedule == direct.schedule
 
 
@@ -96,7 +96,7 @@ def test_more_losses_are_searched_when_they_happen():
     """As without a table, and all ranks come to the same program."""
     ranks, _ = proved_by_all()
     lost = [ReplicaRank(0, 0), ReplicaRank(1, 1), ReplicaRank(2, 0)]
-    direct = without(arguments().schedule, SIZE, num_replicas=NUM_REPLICAS, lost=lost)
+    direct = without(SCHEDULE, SIZE, num_replicas=NUM_REPLICAS, lost=lost)
     assert (
         not ranks[0].knows(ranks[0].of(lost))
         and ranks[0].of(lost).schedule == ranks[1].of(lost).schedule == direct.schedule
@@ -115,8 +115,7 @@ def test_the_log_says_what_was_proved():
 
 def test_two_replicas_cannot_lose_both_ranks_of_a_stage():
     """These losses are known to end the job, and the log counts them."""
-    args, store = arguments(data_parallel_size=2, global_batch_size=2 * SIZE), HashStore()
-    alone = ProvedLosses(args, Place(store, 0, ranks=[0]))
+    alone = proving(Place(HashStore(), 0, ranks=[0]), num_replicas=2)
     alone.prove()
     assert alone.lines[1].endswith("; 2 of 4 such losses end the job")
     with pytest.raises(ValueError, match="every replica has lost rank 1, so nobody holds the weights of stage 1"):
@@ -141,31 +140,30 @@ def test_a_speed_that_no_loss_keeps_is_refused():
 
 def test_a_loss_that_would_be_too_slow_is_a_warning():
     """Others leave the job fast enough, so it begins."""
-    schedule = schedule_of("flush", 3)
-    args = arguments(schedule=schedule, global_batch_size=4 * NUM_REPLICAS)
-    alone = ProvedLosses(args, Place(HashStore(), 0, ranks=[0]))
+    job = {"schedule": schedule_of("flush", 3), "size": 4}
+    alone = proving(Place(HashStore(), 0, ranks=[0]), **job)
     alone.prove()
     speeds = [1 / alone.of([ReplicaRank(0, rank)]).slowdown for rank in range(3)]
-    args.minimum_speed = (min(speeds) + max(speeds)) / 2
+    least = (min(speeds) + max(speeds)) / 2
+    alone = proving(Place(HashStore(), 0, ranks=[0]), **job, minimum_speed=least)
     alone.prove()
     warnings = [line for line in alone.lines if line.startswith("warning: the loss of a rank ")]
     assert min(speeds) < max(speeds)
-    assert len(warnings) == sum(each < args.minimum_speed for each in speeds)
+    assert len(warnings) == sum(each < least for each in speeds)
 
 
 def test_a_schedule_that_goes_on_without_no_rank_is_refused():
     with pytest.raises(SameEverywhere, match="--go-on-without-lost-ranks: a run cannot go on without a rank where its"):
-        proved_by_all(schedule=schedule_of("pipedream", NUM_RANKS), global_batch_size=NUM_REPLICAS)
+        proved_by_all(schedule=schedule_of("pipedream", NUM_RANKS), size=1)
 
 
 def test_a_rank_that_is_lost_meanwhile_is_not_waited_for(searched):
     """Those that are left prove what it has not proved, and nothing else again."""
     place = Place(HashStore(), 1, alarm="rank 5 is lost: its process has ended")
-    rank = ProvedLosses(arguments(), place)
+    rank = proving(place)
     with pytest.raises(OnThisRank, match="rank 5 is lost: its process has ended"):
         rank.prove()
     place.epoch, place.alarm, before = SimpleNamespace(ranks=(1,)), None, list(searched)
     rank.prove()
     assert sorted(searched) == sorted([*single_losses(NUM_RANKS), *double_losses(NUM_RANKS)])
     assert before == searched[: len(before)] and not {*before} & {*searched[len(before) :]}
-    assert rank.of_ranks(range(1, 6)).lost == (ReplicaRank(0, 0),) and rank.of_ranks(range(6)) is None
