@@ -29,6 +29,9 @@ SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomia
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
+LOSSES = {"failure_timeout": 10.0, "minimum_speed": 0.0}
+"""Flags of --go_on_without_lost_ranks, with the values of pretraining."""
+
 RECOMPUTING = ("ftpipe", RELAY)
 """Schedules that always recompute activations."""
 
@@ -143,6 +146,7 @@ def validate(args: argparse.Namespace) -> None:
             f"--task is {args.task}; {otherwise}"
         )
     validate_rows(args)
+    _validate_losses(args)
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
         raise ValueError(
@@ -153,6 +157,40 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{counted(args.devices, 'device')} cannot be {args.data_parallel_size} equal pipelines; give a "
             "--data_parallel_size that divides their number"
+        )
+
+
+_CANNOT_GO_ON = (
+    (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank: add "
+     "--data_parallel_size 2"),
+    (lambda args: args.pipeline_schedule in ALONE, "--pipeline_schedule ftpipe or pipedream",
+     "steps each stage by itself, so that no batch can be repeated: add --pipeline_schedule flush or 2bw"),
+    (lambda args: args.pipeline_schedule == RELAY, f"--pipeline_schedule {RELAY}",
+     "steps weights on the host in place, which a loss would leave half done: add --pipeline_schedule flush"),
+    (lambda args: args.freeze_training, "--freeze_training", "changes its stages while it trains"),
+    (lambda args: not (args.do_train or args.dry_run), "nothing to train", "has no batch to repeat"),
+)  # fmt: skip
+"""Whether the row applies, the feature in question, and why a run with this feature cannot go on without a rank."""
+
+
+def _validate_losses(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that exclude a run that goes on without lost ranks."""
+    for name, default in LOSSES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif not args.go_on_without_lost_ranks:
+            raise ValueError(f"--{name} is for --go_on_without_lost_ranks; give both or neither")
+    for applies, what, why in _CANNOT_GO_ON if args.go_on_without_lost_ranks else ():
+        if applies(args):
+            raise ValueError(f"--go_on_without_lost_ranks: a run with {what} {why}; or leave one of the two out")
+
+
+def require_gloo(args: argparse.Namespace) -> None:
+    """Raise ValueError if a run that goes on without lost ranks has another backend than gloo on this device."""
+    if args.go_on_without_lost_ranks and args.distributed_backend != "gloo":
+        raise ValueError(
+            f"--go_on_without_lost_ranks: a run with --distributed_backend {args.distributed_backend} has not been "
+            "shown to end the waits of its ranks: give --distributed_backend gloo, or leave one of the two out"
         )
 
 
@@ -357,6 +395,10 @@ def _add_pipeline(group) -> None:
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
     add("--data_parallel_size", type=count, default=1, help="replicas of the pipeline, which share each batch")
+    add("--go_on_without_lost_ranks", action="store_true",
+        help="replicas go on when a rank is lost, and take in a new process (flush, gpipe, 2bw)")  # fmt: skip
+    add("--failure_timeout", type=within(1), help="seconds of silence after which a rank counts as lost; 10")
+    add("--minimum_speed", type=part, help="end the run if less than this share of the speed would be left; 0")
     add("--no_recompute", action="store_true", help="keep activations instead (not ftpipe and l2l)")
     add_relay(add)
     freezing_arguments.add_freezing(add)

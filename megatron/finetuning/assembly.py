@@ -45,13 +45,14 @@ from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleU
 from megatron.pipeline.runtime.update.loss_scales import DynamicScaler, LossScales
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.schedules import PipelineSchedule, Schedule
 
 Summary = Callable[[str, Tensor, Mapping[str, Tensor]], Tensor]
 """(name of a kept output, the output, tensors of the microbatch) -> the part of the output that metrics need."""
 
 
 class Results:
-    """The losses and output summaries of this rank's stages in an evaluation, in the order of the microbatches.
+    """The losses and output summaries of this rank's stages in an evaluation, by the numbers of microbatches.
 
     Attributes:
         summary: makes the summaries.
@@ -59,20 +60,20 @@ class Results:
 
     def __init__(self, summary: Summary) -> None:
         self.summary = summary
-        self._losses: list[Tensor] = []
-        self._kept: dict[str, list[Tensor]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._kept: dict[str, dict[int, Tensor]] = {}
 
     def note(self, data: StageData, loss: Tensor | None, kept: Mapping[str, Tensor]) -> None:
         """Add the results of one microbatch at one stage: its loss, if the stage has it, and the outputs to keep."""
         if loss is not None:
-            self._losses.append(loss.detach())
+            self._losses[data.draw.sample] = loss.detach()
         for name, tensor in kept.items():
-            self._kept.setdefault(name, []).append(self.summary(name, tensor, data.tensors).cpu())
+            self._kept.setdefault(name, {})[data.draw.sample] = self.summary(name, tensor, data.tensors).cpu()
 
-    def take(self) -> tuple[list[float], dict[str, list[Tensor]]]:
-        """Return the losses and the summaries by name, and clear the collection."""
-        losses, kept = [loss.item() for loss in self._losses], self._kept
-        self._losses, self._kept = [], {}
+    def take(self) -> tuple[dict[int, float], dict[str, dict[int, Tensor]]]:
+        """Return the losses, and by name the summaries, and clear the collection."""
+        losses, kept = {number: loss.item() for number, loss in self._losses.items()}, self._kept
+        self._losses, self._kept = {}, {}
         return losses, kept
 
 
@@ -140,14 +141,28 @@ class BuiltPipeline:
     """The pipeline on this rank.
 
     Attributes:
+        engine: runs the program; None while the ranks of the job change, and in a process that is not in the job yet.
+        schedule: that of a replica while no rank is lost.
+        place: the rank of this rank's stages in a replica of all its ranks.
+        is_first: whether this rank is the first with its stages, which it writes.
+        stages: the stages of `modules` as the engine calls them.
+        update: the weight update of this rank.
         modules, versions: by stage; stages that step together share one `WeightVersions`.
         updates: by the stage that steps, or -1 if all stages of the rank step together.
         exact: with --bf16 or --fp16, the FP32 value of each floating-point tensor by its name: masters and untrained
             tensors.
-        ranks, groups: the ranks of all replicas, and their process groups.
+        ranks, groups: the ranks of all pipelines, and their process groups. Where ranks were lost, all ranks that are
+            left are one pipeline.
+        engine_options: arguments of the engine that do not depend on the program.
+        num_traced: the number of the last batches that the engine traces.
     """
 
-    engine: PipelineEngine
+    engine: PipelineEngine | None
+    schedule: Schedule
+    place: int
+    is_first: bool
+    stages: list[GraphModuleStage]
+    update: Any
     modules: dict[int, StageModule]
     versions: dict[int, WeightVersions]
     updates: dict[int, ModuleUpdate | FrozenRank]
@@ -156,6 +171,18 @@ class BuiltPipeline:
     exact: dict[str, Tensor]
     ranks: Ranks
     groups: Groups
+    engine_options: Mapping[str, Any]
+    num_traced: int
+
+    def begin(self, program: PipelineSchedule, *, first_batch: int, first_microbatch: int) -> None:
+        """Make the engine that runs a program on the ranks of this rank's pipeline. Collective over them."""
+        for stage, number in zip(self.stages, program.stages_of(self.ranks.rank), strict=True):
+            stage.recompute_from_now(program.recomputes(number), keeps=program.keeps(number))
+        self.engine = PipelineEngine(
+            program, self.stages, self.update, ranks=self.ranks.pipeline, first_batch=first_batch,
+            first_microbatch=first_microbatch, tracer=Tracer(num_batches=self.num_traced) if self.num_traced else None,
+            **self.engine_options,
+        )  # fmt: skip
 
     def statistics(self) -> dict[int, dict[str, Tensor]]:
         """Stage -> name -> statistic of batch norm, of which each forward in training counts a microbatch."""
@@ -184,18 +211,20 @@ def build_pipeline(
     first_microbatch: int = 0,
     groups: Groups | None = None,
     observe: Callable[[Mapping[str, Tensor]], None] | None = None,
+    is_alone: bool = False,
 ) -> BuiltPipeline:
     """Cut this rank's stages, load their tensors and connect the ranks; a new head is initialised at random.
 
     Args:
         groups: the groups of an earlier pipeline, which was closed; None: new ones.
         observe: as for `ModuleUpdate`; where weights live on the host, it gets norms for gradients.
+        is_alone: this process is alone in its process group, and joins the job of `ranks` later: there is no engine.
 
     Collective: every rank must call it. Raises ValueError if tensors cannot be read.
     """
     device, schedule, results = backend.device(), plan.schedule, Results(summary)
     relays, timeout = schedule.residency is not None, timedelta(minutes=args.distributed_timeout_minutes)
-    groups = groups or Groups(ranks, timeout)
+    groups = groups or Groups(Ranks(((0,),), 0) if is_alone else ranks, timeout)
     stages = cut(
         plan.captured, plan.stage_of_operator, chain=relays, device=device, only=schedule.stages_of(ranks.rank)
     )
@@ -237,13 +266,17 @@ def build_pipeline(
         )
         for index, module in modules.items()
     ]  # fmt: skip
-    tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
-    engine = PipelineEngine(
-        schedule, runs, update, ranks=ranks.pipeline, timeout=timeout, backend=args.distributed_backend,
-        device=device, tracer=tracer, first_batch=first_batch, first_microbatch=first_microbatch,
-        ledger=update.ledger if relays else None,
+    options = {
+        "timeout": timeout, "backend": args.distributed_backend, "device": device,
+        "ledger": update.ledger if relays else None,
+    }  # fmt: skip
+    built = BuiltPipeline(
+        None, schedule, ranks.rank, ranks.replica == 0, runs, update, modules, versions, updates, feed, results, exact,
+        ranks, groups, options, 4 * args.pipeline_timeline_iterations if args.pipeline_timeline else 0,
     )  # fmt: skip
-    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact, ranks, groups)
+    if not is_alone:
+        built.begin(schedule, first_batch=first_batch, first_microbatch=first_microbatch)
+    return built
 
 
 def _updates(

@@ -142,8 +142,13 @@ class CheckpointOrigin:
     partition: PartitionFile | None = None
 
 
-def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progress: SavedProgress) -> None:
+def save(
+    pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progress: SavedProgress, *,
+    before_commit: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Write the newest weights, and the state from which a run resumes, as `folder`.
+
+    `before_commit`: called on the first rank when all has been written, before the folder gets its name.
 
     Collective: every rank must call it. Precondition: the pipeline is drained. Raises ValueError on all ranks if any
     rank cannot write.
@@ -155,6 +160,7 @@ def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progre
     _write(pipeline, partial, origin, progress)
     with all_write(folder):
         if torch.distributed.get_rank() == 0:
+            before_commit()
             replace_folder(folder, partial)
 
 
@@ -216,8 +222,7 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
 def _write_files(
     pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, progress: SavedProgress | None
 ) -> None:
-    rank, writers = torch.distributed.get_rank(), len(pipeline.ranks.pipeline)
-    writes = pipeline.ranks.replica == 0
+    rank, writers, writes = torch.distributed.get_rank(), pipeline.schedule.num_ranks, pipeline.is_first
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
     one = origin.source.file_name  # name of the only file, which one rank writes
@@ -231,17 +236,17 @@ def _write_files(
     own = origin.source.reverted(_reunited(own, origin.source.written_with))
     with all_write(partial):
         if own:
-            save_file(own, partial / files[rank], metadata={"format": "pt"})
-            sync_file(partial / files[rank])
+            save_file(own, partial / files[pipeline.place], metadata={"format": "pt"})
+            sync_file(partial / files[pipeline.place])
         if progress is not None and writes:
-            with open(partial / f"training-{rank}.pt", "wb") as stream:
-                save_with_torch(_state_of(pipeline), stream)
-            sync_file(partial / f"training-{rank}.pt")
-    sizes = gathered({name: tensor.nbytes for name, tensor in own.items()})
+            with open(partial / f"training-{pipeline.place}.pt", "wb") as stream:
+                save_with_torch(state_of(pipeline), stream)
+            sync_file(partial / f"training-{pipeline.place}.pt")
+    sizes = gathered((files[pipeline.place], {name: tensor.nbytes for name, tensor in own.items()}))
     with all_write(partial):
         if rank == 0:
             if one is None:
-                write_index(partial, dict(zip(files, sizes, strict=False)))
+                write_index(partial, dict(sorted((file, its) for file, its in sizes if its)))
             origin.save_rest(partial)
             if progress is not None:
                 write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
@@ -356,7 +361,7 @@ def restore(pipeline: BuiltPipeline, folder: Path) -> None:
 
     Collective: every rank must call it. Raises ValueError on all ranks if the file of any rank is missing or damaged.
     """
-    path = folder / f"training-{pipeline.ranks.rank}.pt"
+    path = folder / f"training-{pipeline.place}.pt"
     with agreed():
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -364,18 +369,24 @@ def restore(pipeline: BuiltPipeline, folder: Path) -> None:
             # torch's own message would advise the user to trust the file
             reason = "no state of a run" if isinstance(error, pickle.UnpicklingError) else first_line(error)
             raise ValueError(f"{path} cannot be read ({reason}); go on from another checkpoint") from error
-        pipeline.load_statistics(state["statistics"])
-        for key, update in pipeline.updates.items():
-            update.versions.restore(state[key]["versions"])
-            update.optimizer.load_state_dict(state[key]["optimizer"])
-            update.scheduler.load_state_dict(state[key]["scheduler"])
-            take_rates(update.scheduler)
-            if update.scales is not None:
-                update.scales.scaler.load_state_dict(state[key]["scaler"])
-                update.scales.load_state_dict(state[key]["scales"])
+        load_state(pipeline, state)
 
 
-def _state_of(pipeline: BuiltPipeline) -> dict[int | str, dict]:
+def load_state(pipeline: BuiltPipeline, state: Mapping[int | str, dict]) -> None:
+    """Load what `state_of` has returned for the same stages."""
+    pipeline.load_statistics(state["statistics"])
+    for key, update in pipeline.updates.items():
+        update.versions.restore(state[key]["versions"])
+        update.optimizer.load_state_dict(state[key]["optimizer"])
+        update.scheduler.load_state_dict(state[key]["scheduler"])
+        take_rates(update.scheduler)
+        if update.scales is not None:
+            update.scales.scaler.load_state_dict(state[key]["scaler"])
+            update.scales.load_state_dict(state[key]["scales"])
+
+
+def state_of(pipeline: BuiltPipeline) -> dict[int | str, dict]:
+    """The weight versions, optimizers and schedulers of this rank's stages; the tensors are not copied."""
     updates = {
         key: {
             "versions": {version: update.versions.tensors(version) for version in update.versions.live()},

@@ -178,9 +178,9 @@ class Generation:
     def __init__(self, args: argparse.Namespace, model: nn.Module, prompts: Prompts, tokenizer: Any) -> None:
         self.decoder = Decoder(args, model, prompts, tokenizer.pad_token_id)
         self._prompts, self._tokenizer, self._metrics = prompts, tokenizer, metrics_of(args)
-        self._path, self._writes = predictions_of(args), args.rank == 0
+        self._path = predictions_of(args)
         flag = "--output_dir" if args.predictions_file is None else "the folder of --predictions_file"
-        writes = self._writes and self._path is not None
+        writes = args.rank == 0 and self._path is not None
         if writes and (problem := problem_with_directory(flag, str(self._path.parent))):
             raise ValueError(problem)
 
@@ -200,7 +200,7 @@ class Generation:
         return found
 
     def _write(self, texts: Sequence[str]) -> None:
-        if not self._writes or self._path is None:
+        if torch.distributed.get_rank() > 0 or self._path is None:
             return
         samples = zip(self._prompts.texts, texts, self._prompts.references, strict=True)
         lines = [json.dumps(dict(zip(("prompt", "generated", "reference"), each, strict=True))) for each in samples]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +26,7 @@ from megatron.finetuning.arguments import (
     SOFTENING,
     changed,
     has_masters,
+    require_gloo,
     rows_of_batch,
     settled_intervals,
 )
@@ -38,6 +43,7 @@ from megatron.finetuning.plan import RunPlan, first_lines, make_plan, shorter_li
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.relay import rounding_of
 from megatron.finetuning.relay_plan import relay_lines
+from megatron.finetuning.report import Report
 from megatron.finetuning.samples import (
     Data,
     contents_of_files,
@@ -46,18 +52,26 @@ from megatron.finetuning.samples import (
     read_data,
     require_whole_microbatches,
 )
-from megatron.finetuning.trainer import Report, Trainer, set_references
+from megatron.finetuning.trainer import Trainer, set_references
 from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, gathered, guarded
-from megatron.pipeline.runtime.failure.errors import OnThisRank, environment_ranks
+from megatron.pipeline.runtime.failure.errors import (
+    JobHasEnded,
+    OnThisRank,
+    environment_ranks,
+    is_ended_with_node,
+)
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from megatron.pipeline.runtime.timeline_files import write_pictures
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import configure_logging
 from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up import initialize
+
+if TYPE_CHECKING:
+    from megatron.finetuning.lost_ranks import LostRanks
 
 KEPT = (
     "dataloader_drop_last", "pad_to_multiple_of", "group_by_length", "learning_rate", "lr_scheduler_type",
@@ -76,33 +90,75 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
         OnThisRank: if this rank did not find the others.
     """
     configure_logging(args.logging_level)
-    args = join_job(args)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with initialize.left_in_order(), guarded(failure_guard.guard(timeout=timeout)):
-        run(args, stop)
+    args, lost_ranks = join_job(args)
+    guard = failure_guard.guard(timeout=timedelta(minutes=args.distributed_timeout_minutes))
+    if lost_ranks is not None:
+        guard = nullcontext()  # an error ends this rank alone, and the other ranks notice
+    with initialize.left_in_order(), guarded(guard):
+        try:
+            run(args, stop, lost_ranks)
+        except JobHasEnded as end:
+            sys.stdout.write(f"{end}\n")
+        except ValueError as error:
+            if lost_ranks is not None and not lost_ranks.has_state:  # the other ranks do not know of the error
+                raise OnThisRank(str(error)) from error
+            if lost_ranks is not None and not lost_ranks.has_begun:  # they all end, and none has to notice it
+                lost_ranks.membership.leave()
+            raise
+        if lost_ranks is not None:
+            lost_ranks.membership.leave()
 
 
-def join_job(args: argparse.Namespace) -> argparse.Namespace:
+def join_job(args: argparse.Namespace) -> tuple[argparse.Namespace, LostRanks | None]:
     """Choose the device, agree with the other ranks that the run can begin, and join their process group.
 
-    Returns the arguments with the device's backend and the checkpoint from which the run resumes.
+    Returns the arguments with the device's backend and the checkpoint from which the run resumes, and the object that
+    handles lost ranks (None without `--go_on_without_lost_ranks`).
     """
-    problem, timeout = None, timedelta(minutes=args.distributed_timeout_minutes)
+    problem = job = None
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     try:
-        args = changed(on_this_device(args), resumed_from=checkpoint_to_resume(args))
+        args = on_this_device(args)
+        require_gloo(args)
     except ValueError as error:
         problem = str(error)
     try:
-        store = initialize.rendezvous()
+        if args.go_on_without_lost_ranks:
+            from megatron.pipeline.runtime.failure.membership import takes_in  # other runs start without this module
+
+            job = initialize.running_job(partial(takes_in, timeout=args.failure_timeout))
+        if job is None and problem is None:
+            args, problem = _with_checkpoint(args)
+        store = initialize.rendezvous() if job is None else job
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
     patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
-    agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=patience)
+    if job is None:
+        agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=patience)
+    elif problem is not None:
+        raise OnThisRank(problem)
+    lost_ranks = None
+    if args.go_on_without_lost_ranks:
+        from megatron.finetuning.lost_ranks import LostRanks  # other runs start without this module
+
+        lost_ranks = LostRanks(args, store, is_new=job is not None)
+        if job is not None:
+            initialize.be_alone_in_group(args.distributed_backend, timeout)
+            return args, lost_ranks
+        store = lost_ranks.membership.store()
     initialize.join_process_group(store, args.distributed_backend, timeout)
     agreement.set_timeout(timeout)
     found = [args.resumed_from]
     torch.distributed.broadcast_object_list(found)  # a file system may show a folder to one host later than to another
-    return changed(args, resumed_from=found[0])
+    return changed(args, resumed_from=found[0]), lost_ranks
+
+
+def _with_checkpoint(args: argparse.Namespace) -> tuple[argparse.Namespace, str | None]:
+    """The arguments with the checkpoint from which the run resumes, and this rank's problem with it."""
+    try:
+        return changed(args, resumed_from=checkpoint_to_resume(args)), None
+    except ValueError as error:
+        return args, str(error)
 
 
 def on_this_device(args: argparse.Namespace) -> argparse.Namespace:
@@ -146,14 +202,19 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
     return resumed_from
 
 
-def run(args: argparse.Namespace, stop: StopSignal) -> None:
-    """Run the job on a rank that has joined the process group. Raises ValueError for an error that all ranks find."""
-    started = time.perf_counter()
-    ranks = find_ranks(None, None, args.data_parallel_size)
+def run(args: argparse.Namespace, stop: StopSignal, lost_ranks: LostRanks | None = None) -> None:
+    """Run the job on a rank that has joined the process group, or on a new process, which is alone in one.
+
+    Raises ValueError for an error that all ranks find.
+    """
+    started, is_new = time.perf_counter(), lost_ranks is not None and not lost_ranks.has_state
+    ranks = find_ranks(None, None, args.data_parallel_size) if lost_ranks is None else lost_ranks.ranks
     torch.manual_seed(args.seed)
     data = read_data(args)
     require_whole_microbatches(args, data)
-    plan = make_plan(args, data)
+    plan = make_plan(args, data, known=lost_ranks.partition() if is_new else None)
+    if lost_ranks is not None:
+        lost_ranks.require(plan)
     relays = plan.schedule.residency is not None
     batches = _batches(args, data, plan) if args.do_train else None
     steps_per_epoch = batches.batches_per_epoch if batches else 1
@@ -162,10 +223,13 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
     args = settled_intervals(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan, data)
+    if lost_ranks is not None:  # any rank may have to write them
+        facts["contents"] = dict(item for each in gathered(facts["contents"]) for item in each.items())
     with agreement.agreed():  # a host may have another file
         done = _saved_progress(args, facts)
     with agreement.agreed():  # the first rank alone writes
-        report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+        writes = args.rank == 0 and not is_new
+        report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch, writes=writes)
     feed = Feed(
         data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device(),
         share=Share(ranks.replica, args.data_parallel_size), first_microbatch=done.microbatches,
@@ -191,15 +255,19 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
                 weights = Pretrained(plan.model, str(args.resumed_from), new_head=data.task.new_head)
     pipeline = build_pipeline(
         plan, args, feed=feed, summary=data.task.summary, pretrained=weights, ranks=ranks,
-        num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches, **options,
+        num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches,
+        is_alone=is_new, **options,
     )  # fmt: skip
-    num_pairs = set_references(pipeline, (data.training, data.validation), size=args.per_device_train_batch_size)
+    num_pairs = 0
+    if not is_new:
+        num_pairs = set_references(pipeline, (data.training, data.validation), size=args.per_device_train_batch_size)
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
     lines = (relay_lines if relays else first_lines)(plan, args)
     of_answers = [] if generation is None else generation.decoder.notes
     notes = [f"note: {note}" for note in [*args.notes, *data.notes, *source.notes, *of_answers]]
-    for line in (*lines, *shorter_lines(plan, args, data), *notes):
+    proved = () if lost_ranks is None else lost_ranks.proved.lines
+    for line in (*lines, *shorter_lines(plan, args, data), *proved, *notes):
         report.say(line)
     if num_pairs:
         report.say(f"reference: log-probabilities of {num_pairs} pairs in the model that the run began with")
@@ -207,22 +275,29 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
     origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest, None if relays else plan.partition)
-    left_batches = batches.batches(done.batches) if batches else iter(())
     best = _best(args, done)
     generate = None if generation is None else generation.evaluate
     trainer = Trainer(
-        pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best, freezer,
-        data.task.summary, generate, owes_evaluation=args.do_train and done.owes_evaluation,
+        pipeline, args, report, stop, origin, facts, batches, num_steps, data.validation, best, freezer,
+        data.task.summary, generate, owes_evaluation=args.do_train and done.owes_evaluation, lost_ranks=lost_ranks,
+        iteration=done.batches,
     )  # fmt: skip
-    ends = trainer.train()
-    pipeline = trainer.pipeline
-    if ends:
-        if args.do_eval and trainer.evaluated_step != pipeline.engine.next_batch:
+    if is_new:
+        lost_ranks.come_back(trainer)
+    elif lost_ranks is not None:
+        lost_ranks.begin(plan)
+    if lost_ranks is not None:
+        stop.means_loss = is_ended_with_node
+
+    def finish() -> None:
+        pipeline = trainer.pipeline
+        if args.do_eval and trainer.evaluated_step != trainer.iteration:
             trainer.evaluate()
         if args.do_train:
             output = Path(args.output_dir)
             if args.load_best_model_at_end:
                 if best.checkpoint is not None:
+                    trainer.is_at_best = True
                     checkpoint.restore(pipeline, output / best.checkpoint)
                 report.say(best.verdict())
             checkpoint.save_model(pipeline, output, origin)
@@ -231,16 +306,28 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
                 merged = output / MERGED
                 save_merged(plan.adapter, pretrained, output, merged, dtype=plan.dtype, save_rest=plan.save_merged_rest)
                 report.say(f"merged model in {merged}")
+
+    trainer.run(finish)
+    try:
+        _end(plan, trainer, args)
+    except RuntimeError as error:  # all has been written
+        if lost_ranks is None or not lost_ranks.comes_from_loss(error):
+            raise
+    report.close()
+
+
+def _end(plan: RunPlan, trainer: Trainer, args: argparse.Namespace) -> None:
+    """Report what the run has needed, draw its last batches, and close the pipeline. Collective."""
+    pipeline, report, ranks = trainer.pipeline, trainer.report, trainer.pipeline.ranks
     peaks = [f"{peak / 2**20:.0f}" for peak in gathered(backend.peak_memory_bytes())]
     of_replicas = "; ".join(" ".join(peaks[rank] for rank in replica) for replica in ranks.pipelines)
     report.say(f"most memory of each rank{', by replica' * (len(ranks.pipelines) > 1)}, MiB: {of_replicas}")
-    if relays:
+    if plan.schedule.residency is not None:
         report.say(relay_peaks(pipeline))
     if args.pipeline_timeline:
         _draw(plan, pipeline, trainer, args)
     torch.distributed.barrier()
     pipeline.engine.close()
-    report.close()
 
 
 def relay_peaks(pipeline: BuiltPipeline) -> str:
@@ -312,13 +399,14 @@ def _contents(args: argparse.Namespace, data: Data) -> dict[str, str | None]:
 
 
 def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argparse.Namespace) -> None:
-    """Draw the last batches of the first replica."""
+    """Draw the last batches of the first replica, or of all ranks that are left if ranks were lost."""
     traces = gather_traces(pipeline.engine.trace(), group=pipeline.groups.pipeline)
     if pipeline.ranks.replica:
         return
+    program = plan.schedule if trainer.survivors is None else trainer.survivors.schedule
     with ByProduct(f"--pipeline_timeline {args.pipeline_timeline}", consequence="without it").attempt():
         write_pictures(
-            plan.schedule, traces, Path(args.pipeline_timeline), drains=trainer.drains,
+            program, traces, Path(args.pipeline_timeline), drains=trainer.drains,
             most=args.pipeline_timeline_iterations,
         )  # fmt: skip
 

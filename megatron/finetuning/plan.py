@@ -149,9 +149,11 @@ class RunPlan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
+def make_plan(args: argparse.Namespace, data: Data, *, known: PartitionFile | None = None) -> RunPlan:
     """Plan the run that the flags describe. Without --partition the first rank profiles and cuts the model, or takes
     the partition of the checkpoint from which the run resumes.
+
+    `known`: the partition of the job that this process joins.
 
     Collective in a job: every rank must call it. Raises ValueError for a model that cannot be captured, and for a
     partition of another model.
@@ -160,6 +162,8 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     relays = args.pipeline_schedule == RELAY
     if relays:
         partition = relay_partition(captured, batch, args)
+    elif known is not None:
+        partition = known
     elif args.partition is not None:
         partition = PartitionFile.read(Path(args.partition))
     else:

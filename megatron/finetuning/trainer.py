@@ -2,18 +2,21 @@
 
 Without a drain the report of a batch comes some batches later, on all ranks in the same batch. So a stop request that
 only one rank knows of, such as a SIGTERM, travels with a batch's norm, and all ranks act upon it in the same batch.
+
+If ranks are lost, the others go on (`lost_ranks`): they repeat the batch that was in flight, and what is due after a
+batch, an evaluation or a checkpoint, if any of them had not done it.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,17 +25,23 @@ from megatron.finetuning import checkpoint
 from megatron.finetuning.assembly import BuiltPipeline, Summary
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
-from megatron.finetuning.data.batches import Evaluated, Rows
+from megatron.finetuning.data.batches import Epochs, Evaluated, Microbatches, Rows, Share
 from megatron.finetuning.data.preference import LOG_PROBABILITIES, Pairs
 from megatron.finetuning.freezing import Freezer
-from megatron.finetuning.trackers import Trackers
+from megatron.finetuning.report import Report
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.agreement import gathered
-from megatron.trainer.ranks import STOP, StopSignal
-from megatron.trainer.report.metrics import MetricsFile
+from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.survivors import Survivors
+from megatron.trainer.ranks import ADMIT, STOP, StopSignal
+
+if TYPE_CHECKING:
+    from megatron.finetuning.lost_ranks import LostRanks
 
 EVALUATED_TOGETHER = 32
-"""The number of microbatches that one call of the engine evaluates."""
+"""The number of microbatches of a replica that one call of the engine evaluates."""
+
+_KEPT_BATCHES = 64  # many more than are in flight
 
 
 @dataclass
@@ -42,7 +51,7 @@ class Trainer:
     Attributes:
         origin: the source of everything in a checkpoint that is not a tensor of a stage.
         facts: the fields of `SavedProgress` that stay the same during a run.
-        batches: yields the microbatches of each remaining batch, of all replicas, as row numbers.
+        epochs: has the microbatches of each batch, of all replicas, as row numbers; None: nothing is trained.
         num_steps: number of batches of the whole run.
         validation: the rows to evaluate; None if there are no evaluations.
         best: the best evaluation so far; None if no flag asks for it.
@@ -52,6 +61,10 @@ class Trainer:
         drains: the last 64 batches before which the pipeline was drained.
         owes_evaluation: a stop request left out an evaluation at the checkpoint from which the run resumes.
         saved_step, evaluated_step: number of finished batches at the last checkpoint and at the last evaluation.
+        lost_ranks: notices lost ranks and goes on without them; None: a lost rank ends the run.
+        iteration: number of batches that have begun.
+        survivors: the program of the ranks that are left; None: all ranks are there.
+        is_at_best: whether the weights are no longer the newest, since the best checkpoint becomes the model.
     """
 
     pipeline: BuiltPipeline
@@ -60,7 +73,7 @@ class Trainer:
     stop: StopSignal
     origin: CheckpointOrigin
     facts: dict[str, object]
-    batches: Iterator[Sequence[Sequence[int]]]
+    epochs: Epochs | None
     num_steps: int
     validation: Rows | None
     best: Best | None
@@ -71,38 +84,111 @@ class Trainer:
     owes_evaluation: bool = False
     saved_step: int | None = None
     evaluated_step: int | None = None
+    lost_ranks: LostRanks | None = None
+    iteration: int = 0
+    survivors: Survivors | None = None
+    is_at_best: bool = False
     _waiting: deque[tuple[int, int, float]] = field(default_factory=deque)  # batch, its first microbatch, seconds
     _stop_requests: int = 0
+    _admits: bool = False  # whether to admit new processes of lost ranks after this batch
 
-    def train(self) -> bool:
-        """Train until the last batch or a stop request. Returns whether the last batch was reached.
+    def __post_init__(self) -> None:
+        self.stand_at(self.iteration)
+        self._first = self.iteration
+        self._settled = self.iteration - self.owes_evaluation  # the batch after which all that is due is done
+        self._num_before: dict[int, int] = {}  # batch -> number of microbatches before it, over all replicas
+        self._is_best = False  # whether the evaluation after the last batch is the best
+        # Batches behind which all that is due was done -> last checkpoint and best evaluation then.
+        self._then: dict[int, tuple[int | None, dict[str, Any] | None]] = {}
+        self._settle(self._settled)
+
+    def stand_at(self, iteration: int) -> None:
+        """Go on behind so many batches."""
+        self.iteration = iteration
+        self._ahead: Iterator[Microbatches] = iter(()) if self.epochs is None else self.epochs.batches(iteration)
+
+    def run(self, finish: Callable[[], None]) -> None:
+        """Train, and unless a stop request ends the run earlier, call `finish`, which may be called again after a loss.
 
         Raises ValueError if the loss or the gradient of a batch is not finite.
         """
-        args, step = self.args, self.pipeline.engine.next_batch
-        first, is_best = step, False
-        if self.owes_evaluation:
-            self._make_up(step)
-        while step < self.num_steps and not self._has_ended:
-            self._batch(next(self.batches))
-            step, is_best = self.pipeline.engine.next_batch, False
-            saves, evaluates, freezes = self._due(step)
-            if not (saves or evaluates or freezes or self._stop_requests):
-                continue
-            self._drain()
-            owes = evaluates and bool(self._stop_requests)  # a stop request does not wait for an evaluation
-            is_best = not owes and self._evaluate_and_freeze(step, evaluates=evaluates, freezes=freezes)
-            if saves or self._stop_requests or (is_best and args.save_strategy == "best"):
-                self._save(first, is_best=is_best, owes_evaluation=owes)
-            if self._stop_requests:
-                self.report.say(f"exiting on request after step {step}")
+        while True:
+            try:
+                if self._train():
+                    finish()
+                return
+            except Exception as error:
+                if self.lost_ranks is None or not self.lost_ranks.comes_from_loss(error):
+                    raise
+                if self.is_at_best:
+                    raise OnThisRank(
+                        f"{self.lost_ranks.membership.alarm}, while the best checkpoint was made the model; give "
+                        "--resume_from_checkpoint"
+                    ) from error
+            self._go_on_with_others()
+
+    def _train(self) -> bool:
+        """Train until the last batch or a stop request. Returns whether the last batch was reached."""
+        if self._settled < self.iteration == self._first:
+            self._make_up(self.iteration)
+            self._settle(self.iteration)
+        while self._settled < self.iteration or not self._is_at_end:
+            if self._settled == self.iteration:
+                self._batch(next(self._ahead))
+            if not self._do_what_is_due():
                 return False
+            self._settle(self.iteration)
+            if self._admits and not self._is_at_end:
+                self._go_on_with_others(admits=True)
         if self._has_ended:
-            self.report.say(f"ends after step {step}: {self.best.without} evaluations without an improvement")
+            without = self.best.without
+            self.report.say(f"ends after step {self.iteration}: {without} evaluations without an improvement")
         self._drain()
-        if args.save_strategy not in ("no", "best") and self.saved_step != step > first:
-            self._save(first, is_best=is_best)
+        if self.args.save_strategy not in ("no", "best") and self.saved_step != self.iteration > self._first:
+            self._save(is_best=self._is_best)
         return True
+
+    def _settle(self, iteration: int) -> None:
+        """All that is due behind so many batches is done. Other ranks may have to do it again after a loss."""
+        self._settled = iteration
+        self._then[iteration] = self.saved_step, None if self.best is None else self.best.state()
+        self._then.pop(iteration - _KEPT_BATCHES, None)
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self.iteration >= self.num_steps or self._has_ended
+
+    def _do_what_is_due(self) -> bool:
+        """Evaluate, freeze and save, as is due after the last batch. Returns whether the run goes on."""
+        args, step = self.args, self.iteration
+        self._is_best = False
+        saves, evaluates, freezes = self._due(step)
+        if not (saves or evaluates or freezes or self._stop_requests or self._admits):
+            return True
+        self._drain()
+        owes = evaluates and bool(self._stop_requests)  # a stop request does not wait for an evaluation
+        self._is_best = not owes and self._evaluate_and_freeze(step, evaluates=evaluates, freezes=freezes)
+        if saves or self._stop_requests or (self._is_best and args.save_strategy == "best"):
+            self._save(is_best=self._is_best, owes_evaluation=owes)
+        if self._stop_requests:
+            self.report.say(f"exiting on request after step {step}")
+        return not self._stop_requests
+
+    def _go_on_with_others(self, *, admits: bool = False) -> None:
+        """Go on without lost ranks; with `admits`, after a batch, admit new processes of lost ranks."""
+        self._settled, self._stop_requests, reports = self.lost_ranks.go_on(
+            self, self._settled, self._stop_requests, admits=admits
+        )
+        self.saved_step, best = self._then[self._settled]  # all ranks do again what only some have done
+        if best is not None:
+            self.best.restore(best)
+        if self._is_at_end:
+            self.evaluated_step = None  # the others may lack an evaluation
+        known = {batch: (batch, first, seconds) for batch, first, seconds in self._waiting}
+        self._waiting.clear()
+        self._waiting.extend(known.get(report.batch, (report.batch, 0, 0.0)) for report in reports)
+        self._report(reports)
+        self._admits = False  # some ranks may lack the report; new processes ask again with the next batch
 
     @property
     def _has_ended(self) -> bool:
@@ -134,7 +220,7 @@ class Trainer:
             if args.resumed_from.resolve() == self._folder().resolve():
                 self.best.saved_as(args.resumed_from.name)
             else:
-                self._save(step, is_best=True)
+                self._save(is_best=True)
 
     def _freeze(self, step: int, found: dict[str, float] | None, *, is_due: bool) -> None:
         """Freeze layers at the end of an interval, or train all again if the evaluation `found` has fallen."""
@@ -151,7 +237,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the validation rows and report their metrics. Precondition: the pipeline is drained."""
-        step = self.pipeline.engine.next_batch
+        step = self.iteration
         start = time.perf_counter()
         found = evaluate(self.pipeline, self.validation, size=self.args.per_device_train_batch_size)
         if self.generate is not None:
@@ -160,31 +246,89 @@ class Trainer:
         self.evaluated_step = step
         return found
 
-    def _batch(self, microbatches: Sequence[Sequence[int]]) -> None:
-        engine = self.pipeline.engine
+    def _batch(self, microbatches: Microbatches) -> None:
+        if self.lost_ranks is not None:
+            self._fit(self._size_of(microbatches))
+        pipeline, feed = self.pipeline, self.pipeline.feed
+        engine = pipeline.engine
         if self.stop.received:
             engine.stop_requests |= STOP
-        count = self.pipeline.feed.add(engine.next_batch, engine.next_microbatch, microbatches)
-        batch, first, start = engine.next_batch, engine.next_microbatch, time.perf_counter()
+        if self.lost_ranks is not None and self.lost_ranks.membership.newcomers():
+            engine.stop_requests |= ADMIT
+        batch, first = engine.next_batch, engine.next_microbatch
+        self._num_before[batch] = feed.num_microbatches
+        self._num_before.pop(batch - _KEPT_BATCHES, None)
+        count = feed.add(batch, first, microbatches)
+        self.iteration += 1
+        start = time.perf_counter()
         reports = engine.run_batch(count, sum(map(len, microbatches)))
         self._waiting.append((batch, first, time.perf_counter() - start))
         self._report(reports)
 
+    def _size_of(self, microbatches: Microbatches) -> int:
+        """The number of microbatches that each replica runs of a batch while all ranks are there."""
+        return Share(0, self.args.data_parallel_size).num_of(len(microbatches))
+
+    def _fit(self, size: int) -> None:
+        """If ranks were lost, fit the program to batches of `size` microbatches of a replica."""
+        program = None if self.survivors is None else self.survivors.schedule
+        if program is None or program.num_microbatches == size * self.args.data_parallel_size:
+            return
+        self._drain()
+        self.lost_ranks.fit(self, size)
+
+    def size_after(self, iteration: int) -> int:
+        """The number of microbatches that each replica runs of the batch behind so many batches."""
+        return self._size_of(next(self.epochs.batches(iteration)))
+
+    def stand_after(self, iteration: int) -> None:
+        """Drop the batches behind so many, which are in flight and were given up."""
+        assert iteration <= self.iteration, "no rank steps with a batch that another has not begun"
+        feed = self.pipeline.feed
+        feed.abandon(self._num_before[iteration] if iteration < self.iteration else feed.num_microbatches)
+        self.stand_at(iteration)
+
+    def state(self) -> dict[str, Any]:
+        """The position of the run for a new process of a lost rank, besides weights and optimizers."""
+        return {
+            "iteration": self.iteration, "num_microbatches": self.pipeline.feed.num_microbatches,
+            "best": None if self.best is None else self.best.state(), "saved_step": self.saved_step,
+            "first": self._first, "facts": self.facts, "references": [rows.reference for rows in self._pairs],
+        }  # fmt: skip
+
+    @property
+    def _pairs(self) -> list[Pairs]:
+        return [rows for rows in (self.pipeline.feed.training, self.validation) if isinstance(rows, Pairs)]
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the `state` of a rank that has not been lost."""
+        self.pipeline.feed.abandon(state["num_microbatches"])
+        self.stand_at(state["iteration"])
+        self._first, self.saved_step, self.facts = state["first"], state["saved_step"], state["facts"]
+        for rows, reference in zip(self._pairs, state["references"], strict=True):
+            rows.reference = reference
+        if state["best"] is not None:
+            self.best.restore(state["best"])
+        self._settle(self.iteration)
+
     def _drain(self) -> None:
+        if self.pipeline.engine.is_drained:
+            return
         start = time.perf_counter()
         reports = self.pipeline.engine.drain()
         if self._waiting:
             batch, first, seconds = self._waiting.pop()
             self._waiting.append((batch, first, seconds + time.perf_counter() - start))
         self._report(reports)
-        self.drains.append(self.pipeline.engine.next_batch)
+        self.drains.append(self.iteration)
         assert not self._waiting, f"batches without a report after a drain: {self._waiting}"
 
     def _report(self, reports: Sequence[BatchReport]) -> None:
         for report in reports:
             batch, first, seconds = self._waiting.popleft()
             assert batch == report.batch, (batch, report)
-            self._stop_requests |= report.stop_requests
+            self._stop_requests |= report.stop_requests & STOP
+            self._admits |= bool(report.stop_requests & ADMIT)
             self.pipeline.feed.forget(batch, first)
             self.report.batch(report, seconds)
             self._require_finite(report)
@@ -201,15 +345,15 @@ class Trainer:
             )
 
     def _folder(self) -> Path:
-        return Path(self.args.output_dir) / f"checkpoint-{self.pipeline.engine.next_batch}"
+        return Path(self.args.output_dir) / f"checkpoint-{self.iteration}"
 
-    def _save(self, first: int, *, is_best: bool = False, owes_evaluation: bool = False) -> None:
+    def _save(self, *, is_best: bool = False, owes_evaluation: bool = False) -> None:
         """Write `checkpoint-N` and remove the checkpoints that are no longer wanted.
 
-        After the run's first checkpoint, --overwrite_output_dir removes checkpoints with more batches than `first`, at
+        After the run's first checkpoint, --overwrite_output_dir removes checkpoints with more batches than those with
         which the run began. `is_best`: the newest evaluation is the best. `owes_evaluation`: it is due and left out.
         """
-        engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
+        args, start = self.args, time.perf_counter()
         folder = self._folder()
         output = folder.parent
         if is_best:
@@ -217,16 +361,17 @@ class Trainer:
         state = None if self.best is None else self.best.state()
         freezing = None if self.freezer is None else self.freezer.state()
         progress = SavedProgress(
-            engine.next_batch, self.pipeline.feed.num_microbatches, **self.facts, best=state, freezing=freezing,
+            self.iteration, self.pipeline.feed.num_microbatches, **self.facts, best=state, freezing=freezing,
             owes_evaluation=owes_evaluation,
         )  # fmt: skip
-        checkpoint.save(self.pipeline, folder, self.origin, progress)
-        if args.rank == 0:
+        confirm = {} if self.lost_ranks is None else {"before_commit": self.lost_ranks.confirm}
+        checkpoint.save(self.pipeline, folder, self.origin, progress, **confirm)
+        if torch.distributed.get_rank() == 0:
             if args.overwrite_output_dir and self.saved_step is None:
-                checkpoint.drop_others(output, after=first, but=folder)
+                checkpoint.drop_others(output, after=self._first, but=folder)
             checkpoint.prune(output, args.save_total_limit, best=None if self.best is None else self.best.checkpoint)
-        self.saved_step = engine.next_batch
-        self.report.say(f"checkpoint-{engine.next_batch} took {time.perf_counter() - start:.1f} s")
+        self.saved_step = self.iteration
+        self.report.say(f"checkpoint-{self.iteration} took {time.perf_counter() - start:.1f} s")
 
 
 def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, float]:
@@ -257,20 +402,20 @@ def forward(
 
     Collective: every rank must call it. Precondition: the pipeline is drained. `microbatches`: their row numbers.
     """
-    share = pipeline.feed.share
-    own = share.of(microbatches)
-    for first in range(0, len(own), EVALUATED_TOGETHER):
-        chunk = own[first : first + EVALUATED_TOGETHER]
-        pipeline.feed.evaluate(rows, chunk)
+    share, numbers = pipeline.feed.share, range(len(microbatches))
+    own, at_once = share.of(microbatches), EVALUATED_TOGETHER * share.together
+    for first in range(0, len(own), at_once):
+        chunk = own[first : first + at_once]
+        pipeline.feed.evaluate(rows, chunk, first=first)
         pipeline.engine.evaluate(len(chunk))
     found = gathered(pipeline.results.take())
-    losses = share.joined([of_rank for of_rank, _ in found if of_rank], len(microbatches))
+    losses = {number: loss for of_rank, _ in found for number, loss in of_rank.items()}
     predictions = {}
     for name in {name for _, kept in found for name in kept}:
-        parts = share.joined([kept[name] for _, kept in found if name in kept], len(microbatches))
-        real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
+        parts = {number: part for _, kept in found for number, part in kept.get(name, {}).items()}
+        real = [parts[number][: len(microbatches[number])] for number in numbers]
         predictions[name] = torch.cat(real) if rows.lengths is None else rows.joined(real)
-    return losses, predictions
+    return [losses[number] for number in numbers], predictions
 
 
 def set_references(pipeline: BuiltPipeline, sources: Iterable[Rows | None], *, size: int) -> int:
@@ -286,74 +431,3 @@ def set_references(pipeline: BuiltPipeline, sources: Iterable[Rows | None], *, s
         _, kept = forward(pipeline, rows, in_order(rows, size))
         rows.reference = kept[LOG_PROBABILITIES]
     return sum(map(len, found))
-
-
-class Report:
-    """The output of a run: log lines, the metrics file and trackers. Only the first rank writes.
-
-    Raises ValueError if the metrics file cannot be written.
-    """
-
-    def __init__(self, args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> None:
-        self._args, self._num_steps, self._steps_per_epoch = args, num_steps, steps_per_epoch
-        self.writes = args.rank == 0
-        self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
-        self._trackers = Trackers(args) if self.writes else None
-        self._num_skipped = 0
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
-
-    def say(self, text: str) -> None:
-        """Print a line on the first rank."""
-        if self.writes:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
-    def batch(self, report: BatchReport, seconds: float) -> None:
-        """Report a batch. `seconds`: the time in which the engine ran the batch's part of the program,
-        and the drain if one followed."""
-        if not self.writes:
-            return
-        step, loss = report.batch + 1, report.losses["loss"]
-        values = {"loss": loss, "grad_norm": report.grad_norm, "learning_rate": report.learning_rate}
-        values["epoch"] = step / self._steps_per_epoch
-        if self._args.fp16:
-            values |= {"loss_scale": report.loss_scale, "skipped": int(report.skipped)}
-            self._num_skipped += report.skipped
-        if self._metrics is not None:
-            self._metrics.write(step=step, **values, step_time_ms=1000 * seconds)
-        self._trackers.show("train", values, step)
-        self._losses.append(loss)
-        self._seconds.append(seconds)
-        if step % self._args.logging_steps == 0 or step == self._num_steps:
-            milliseconds = 1000 * sum(self._seconds) / len(self._seconds)
-            scale = f"loss scale {report.loss_scale:g} | skipped {self._num_skipped} | " if self._args.fp16 else ""
-            self.say(
-                f"step {step:6d}/{self._num_steps} | epoch {values['epoch']:.2f} | "
-                f"loss {sum(self._losses) / len(self._losses):.4f} | learning rate {report.learning_rate:.3e} | "
-                f"grad norm {report.grad_norm:.3f} | {scale}{milliseconds:.1f} ms"
-            )
-            self._losses, self._seconds = [], []
-
-    def evaluation(self, step: int, values: dict[str, float], seconds: float) -> None:
-        """Report an evaluation after `step` batches."""
-        named = {f"eval_{name}": value for name, value in values.items()}
-        self.say(f"evaluation after step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in named.items()))
-        if self._metrics is not None:
-            self._metrics.write(step=step, **named, eval_time_ms=1000 * seconds)
-        if self._trackers is not None:
-            self._trackers.show("eval", values, step)
-
-    def frozen(self, step: int, num_frozen: int, num_layers: int, before: int, seconds: float) -> None:
-        """Report that another number of layers is frozen after `step` batches."""
-        now = f"{num_frozen} of {num_layers} (before {before})"
-        self.say(f"frozen layers after step {step}: {now}, change took {seconds:.2f} s")
-        if self._metrics is not None:
-            self._metrics.write(step=step, frozen_layers=num_frozen, change_time_ms=1000 * seconds)
-
-    def close(self) -> None:
-        """Write pending values, and close the files."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._trackers is not None:
-            self._trackers.close()

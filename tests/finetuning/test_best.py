@@ -11,7 +11,7 @@ import transformers
 from megatron.finetuning import checkpoint
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import SavedProgress
-from megatron.finetuning.trainer import Report
+from megatron.finetuning.report import Report
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests.finetuning import cases, tiny
 from tests.finetuning.test_runs import CLASSES, run, same
@@ -190,7 +190,7 @@ def test_weights_and_biases_is_told(tmp_path, monkeypatch):
     (tmp_path / "wandb" / "__init__.py").write_text(WANDB.format(path=str(tmp_path / "told.jsonl")))
     monkeypatch.syspath_prepend(tmp_path)
     argv = ["--report_to", "wandb", "tensorboard", "--run_name", "mine", "--logging_dir", str(tmp_path / "board")]
-    report = Report(tiny.arguments(tmp_path, CLASSES, *argv), num_steps=5, steps_per_epoch=2)
+    report = Report(tiny.arguments(tmp_path, CLASSES, *argv), num_steps=5, steps_per_epoch=2, writes=True)
     report.batch(BatchReport(0, losses={"loss": 2.0}, grad_norm=1.0, learning_rate=0.5), 0.1)
     report.evaluation(1, {"loss": 1.5, "accuracy": 0.5}, 0.1)
     report.close()

@@ -17,8 +17,8 @@ import transformers
 from scipy.io import wavfile
 
 from megatron.finetuning.plan import make_plan, of_devices, run_dry
+from megatron.finetuning.report import Report
 from megatron.finetuning.samples import read_data
-from megatron.finetuning.trainer import Report
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.trainer.report.metrics import read_metrics
@@ -153,7 +153,7 @@ def test_a_job_that_is_ended(tmp_path, number):
 def test_a_line_is_of_the_batches_since_the_last(tmp_path, capsys):
     """Their losses and the time that they took, wherever evaluations stand, and however late the reports come."""
     args = tiny.arguments(tmp_path, "sequence-classification", "--logging_steps", 2)
-    report = Report(args, num_steps=5, steps_per_epoch=2)
+    report = Report(args, num_steps=5, steps_per_epoch=2, writes=True)
     for number, seconds in enumerate((0.1, 0.3, 0.5, 0.7, 0.25)):
         made = BatchReport(number, losses={"loss": 1.0 + number}, grad_norm=1.0, learning_rate=1.0)
         report.batch(made, seconds)

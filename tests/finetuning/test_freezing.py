@@ -287,7 +287,7 @@ def test_the_drain_counts_as_the_last_batch():
         time.sleep(0.1)
         return [BatchReport(1), BatchReport(2)]
 
-    engine, report = mock.Mock(next_batch=3, drain=drain), mock.Mock()
+    engine, report = mock.Mock(next_batch=3, drain=drain, is_drained=False), mock.Mock()
     trainer = Trainer(mock.Mock(engine=engine), mock.Mock(fp16=False), report, *[None] * 9)
     trainer._waiting.extend([(1, 4, 0.5), (2, 8, 0.25)])
     trainer._drain()

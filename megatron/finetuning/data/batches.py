@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy
 import torch
@@ -17,8 +17,6 @@ from megatron.capture.cut import StageData
 from megatron.capture.randomness import Draw
 from megatron.finetuning.data.lengths import Lengths, Widths, order_of
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
-
-T = TypeVar("T")
 
 IGNORED = -100
 """The label that transformers' losses ignore."""
@@ -185,27 +183,27 @@ class Epochs:
 
 @dataclass(frozen=True)
 class Share:
-    """The microbatches of one replica: every `replicas`-th of a batch, from the number `replica` on.
+    """The microbatches of one pipeline: every `replicas`-th of a batch, from the number `replica` on.
 
-    All replicas run the same number of microbatches. If a batch has no more for a replica, the replica runs a row again
-    with weight 0.
+    All pipelines run the same number of microbatches, a multiple of `together`. If a batch has no more for a pipeline,
+    the pipeline runs a row again with weight 0.
+
+    Attributes:
+        together: the number of replicas whose microbatches the pipeline runs, if its program is that of all replicas.
     """
 
     replica: int = 0
     replicas: int = 1
+    together: int = 1
 
     def num_of(self, num_microbatches: int) -> int:
-        """The number of microbatches that each replica runs of a batch of `num_microbatches`."""
-        return -(-num_microbatches // self.replicas)
+        """The number of microbatches that each pipeline runs of a batch of `num_microbatches`."""
+        return -(-num_microbatches // (self.replicas * self.together)) * self.together
 
     def of(self, microbatches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """This replica's microbatches, as row numbers; one row in the place of a missing microbatch."""
+        """This pipeline's microbatches, as row numbers; one row in the place of a missing microbatch."""
         numbers = range(self.replica, self.num_of(len(microbatches)) * self.replicas, self.replicas)
         return [microbatches[number] if number < len(microbatches) else microbatches[-1][:1] for number in numbers]
-
-    def joined(self, by_replica: Sequence[Sequence[T]], num_microbatches: int) -> list[T]:
-        """The values of all replicas' microbatches, in the order of the whole batch."""
-        return [by_replica[number % self.replicas][number // self.replicas] for number in range(num_microbatches)]
 
 
 class Feed:
@@ -224,6 +222,7 @@ class Feed:
         first_microbatch: the number of microbatches before this run, over all replicas.
 
     Attributes:
+        share: the microbatches of this rank's pipeline.
         num_microbatches: the number of microbatches up to the last batch that was added, over all replicas.
     """
 
@@ -237,17 +236,17 @@ class Feed:
         first_microbatch: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._training = training
+        self.training = training
         self.share, self.num_microbatches = share, first_microbatch
         self._size, self._seed, self._device = size, seed, torch.device(device)
         self._indices: dict[int, tuple[int, Sequence[int]]] = {}  # microbatch -> its number in the run, row numbers
         self._terms: dict[int, list[int]] = {}  # batch -> terms of each microbatch of all replicas
         self._made: dict[int, StageData] = {}  # by microbatch
         self._evaluated: Evaluated | None = None
-        self._positions: list[Sequence[int]] = []
+        self._positions: list[tuple[int, Sequence[int]]] = []  # the number of a microbatch over all replicas, its rows
 
     def add(self, batch: int, first_microbatch: int, microbatches: Sequence[Sequence[int]]) -> int:
-        """Begin a batch; returns the number of microbatches that each replica runs.
+        """Begin a batch; returns the number of microbatches that each pipeline runs.
 
         `microbatches`: the row numbers of each of its microbatches, over all replicas.
         """
@@ -255,7 +254,7 @@ class Feed:
         for position, indices in enumerate(own):
             number = self.num_microbatches + position * replicas + self.share.replica
             self._indices[first_microbatch + position] = number, indices
-        terms = [self._training.num_terms(indices) for indices in microbatches]
+        terms = [self.training.num_terms(indices) for indices in microbatches]
         self._terms[batch] = terms + [0] * (len(own) * replicas - len(terms))
         self.num_microbatches += len(microbatches)
         return len(own)
@@ -265,6 +264,12 @@ class Feed:
         for kept, below in ((self._indices, first_microbatch), (self._made, first_microbatch), (self._terms, batch)):
             for number in [number for number in kept if number < below]:
                 del kept[number]
+
+    def abandon(self, num_microbatches: int) -> None:
+        """Drop all batches in flight. `num_microbatches`: the number of microbatches before them."""
+        for kept in (self._indices, self._made, self._terms):
+            kept.clear()
+        self.num_microbatches = num_microbatches
 
     def counts(self, batch: int, num_microbatches: int) -> float:
         """The sum of the weights of a batch's first `num_microbatches`, as the mean over the replicas.
@@ -277,23 +282,31 @@ class Feed:
     def widths(self, microbatch: Microbatch) -> Widths | None:
         """The tokens to which a microbatch is padded; None if all are padded alike."""
         if microbatch.batch == EVALUATION_BATCH:
-            rows, indices = self._evaluated, self._positions[microbatch.position]
+            rows, (_, indices) = self._evaluated, self._positions[microbatch.position]
         else:
-            rows, (_, indices) = self._training, self._indices[microbatch.index]
+            rows, (_, indices) = self.training, self._indices[microbatch.index]
         return None if rows.lengths is None else rows.lengths.widths(indices)
 
-    def evaluate(self, rows: Evaluated, microbatches: Sequence[Sequence[int]]) -> None:
-        """Begin an evaluation of `rows`. `microbatches`: the row numbers of each microbatch of this replica."""
-        self._evaluated, self._positions = rows, list(microbatches)
+    def evaluate(self, rows: Evaluated, microbatches: Sequence[Sequence[int]], *, first: int = 0) -> None:
+        """Begin an evaluation of `rows`. The sample of a microbatch's `Draw` is its number over all replicas.
+
+        Args:
+            microbatches: the row numbers of each microbatch of this pipeline.
+            first: how many microbatches of this pipeline were evaluated before.
+        """
+        replica, replicas = self.share.replica, self.share.replicas
+        numbers = range(first * replicas + replica, (first + len(microbatches)) * replicas, replicas)
+        self._evaluated, self._positions = rows, list(zip(numbers, microbatches, strict=True))
 
     def __call__(self, microbatch: Microbatch) -> StageData:
         if microbatch.batch == EVALUATION_BATCH:
-            return self._data(self._evaluated, self._positions[microbatch.position], microbatch.index)
+            number, indices = self._positions[microbatch.position]
+            return self._data(self._evaluated, indices, number)
         made = self._made.get(microbatch.index)
         if made is None:
             terms, (number, indices) = self._terms[microbatch.batch], self._indices[microbatch.index]
             own = terms[microbatch.position * self.share.replicas + self.share.replica]
-            made = self._data(self._training, indices, number, own * len(terms) / sum(terms))
+            made = self._data(self.training, indices, number, own * len(terms) / sum(terms))
             self._made[microbatch.index] = made
         return made
 

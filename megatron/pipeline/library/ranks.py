@@ -93,7 +93,11 @@ def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
                 "pipelines; give data_parallel_group in place of replicas"
             )
         return Ranks((tuple(dist.get_process_group_ranks(group)),), own)
-    world = dist.get_world_size()
+    return consecutive_ranks(own, dist.get_world_size(), replicas)
+
+
+def consecutive_ranks(own: int, world: int, replicas: int) -> Ranks:
+    """The ranks of a job whose pipelines have consecutive ranks. Raises ValueError for unequal pipelines."""
     if world % replicas:
         raise ValueError(f"{world} ranks cannot be {replicas} equal pipelines; make replicas a divisor of {world}")
     size = world // replicas
@@ -145,10 +149,10 @@ class Groups:
     def of(self, sets: Sequence[Sequence[int]]) -> Any:
         """A process group for the chain, with the ranks of the set in `sets` that contains this rank.
 
-        None if no set contains this rank, or if sets have a single rank. Collective: every rank of the job must call
-        it.
+        None if no set contains this rank, or if all sets have a single rank. Collective: every rank of the job must
+        call it.
         """
-        return self._group(sets, None) if len(sets[0]) > 1 else None
+        return self._group(sets, None) if max(map(len, sets)) > 1 else None
 
     def _group(self, sets: Sequence[Sequence[int]], backend: str | None) -> Any:
         if not dist.is_initialized():

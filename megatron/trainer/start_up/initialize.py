@@ -132,11 +132,7 @@ def be_alone(args: TrainConfig, *, rank: int) -> None:
 
     So it can build its part of the model while the job, which it joins later, trains without it.
     """
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    torch.distributed.init_process_group(
-        args.distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
-    )
-    agreement.set_timeout(timeout)
+    be_alone_in_group(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
     parallel_state.initialize_model_parallel()
     size = ranks_of_place(args)
     name_groups_to_come(
@@ -149,6 +145,14 @@ def be_alone(args: TrainConfig, *, rank: int) -> None:
     parallel_state.set_pipeline_model_parallel_rank(rank // (size * num_places(args)))
     parallel_state.set_pipeline_model_parallel_world_size(args.pipeline_model_parallel_size)
     set_seeds(args.seed)
+
+
+def be_alone_in_group(distributed_backend: str, timeout: timedelta) -> None:
+    """Become the only rank of a process group, in a process that joins the job later."""
+    torch.distributed.init_process_group(
+        distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
+    agreement.set_timeout(timeout)
 
 
 def make_groups(args: TrainConfig) -> None:

@@ -126,11 +126,7 @@ class Places:
         def of_microbatch(place: str) -> Callable:
             return lambda stage, *rest: self.come_to(place, self._iteration() + 1)
 
-        def of_version(place: str) -> Callable:
-            return lambda update, version, *rest, **options: self.come_to(place, version)
-
-        def of_time(place: str) -> Callable:
-            return lambda *arguments, **options: self.come_to(place)
+        of_version, of_time = self._of_version, self._of_time
 
         def begun(loop, *rest, **options) -> None:
             self._iteration = lambda: loop.run.iteration
@@ -140,48 +136,54 @@ class Places:
             if reporter.writes:
                 note("reported", progress.iteration)
 
-        _around(Loop, "__init__", after=begun)
-        _around(MegatronStage, "forward", before=of_microbatch("forward"))
-        _around(MegatronStage, "backward", after=of_microbatch("backward"))
-        _around(MegatronStage, "backward_input", after=of_microbatch("backward"))  # where backwards are split
-        _around(GlooMoveLink, "send", before=of_microbatch("move"))
-        _around(MegatronWeightUpdate, "reduce_grad", before=of_version("chain"))
-        _around(MegatronWeightUpdate, "reduce_norm", before=of_version("norm"))
-        _around(MegatronWeightUpdate, "reduce_partial", before=of_version("partial"))
-        _around(MegatronWeightUpdate, "predict", before=of_version("predict"), after=of_version("predicted"))
-        _around(MegatronWeightUpdate, "step", before=of_version("step"), after=of_version("stepped"))
-        _around(
+        around(Loop, "__init__", after=begun)
+        around(MegatronStage, "forward", before=of_microbatch("forward"))
+        around(MegatronStage, "backward", after=of_microbatch("backward"))
+        around(MegatronStage, "backward_input", after=of_microbatch("backward"))  # where backwards are split
+        around(GlooMoveLink, "send", before=of_microbatch("move"))
+        around(MegatronWeightUpdate, "reduce_grad", before=of_version("chain"))
+        around(MegatronWeightUpdate, "reduce_norm", before=of_version("norm"))
+        around(MegatronWeightUpdate, "reduce_partial", before=of_version("partial"))
+        around(MegatronWeightUpdate, "predict", before=of_version("predict"), after=of_version("predicted"))
+        around(MegatronWeightUpdate, "step", before=of_version("step"), after=of_version("stepped"))
+        around(
             BaseUpdate, "_fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
         )
-        _around(ProvedLosses, "prove", before=lambda *_: note("met", 0))
-        _around(ProvedLosses, "prove", before=of_time("proofs"))
-        _around(CoreGroups, "name", before=of_time("groups"))
-        _around(assembly, "prepare_outputs", before=of_time("outputs"))
-        _around(assembly, "build_tokenizer", before=of_time("read"))
-        _around(datasets, "blends", before=of_time("indices"))
-        _around(assembly, "load_checkpoint", before=of_time("load"), after=of_time("loaded"))
-        _around(lost_ranks, "tell_new_processes", before=of_time("built"), after=of_time("told"))
-        _around(run_module, "build_optimizer", after=of_time("build"))  # at the start for the first time
-        _around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))
-        _around(update, "gather_weights", before=of_time("gather"), after=of_time("gathered"))
-        _around(RedundantShards, "take_over", before=of_time("hand over"), after=of_time("handed over"))
-        _around(RedundantShards, "make_copies", before=of_time("new copies"))  # at the start for the first time
-        _around(LostShards, "_take", before=of_time("shards taken"))
-        _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
-        _around(writer.CheckpointWriter, "_write_and_commit", before=of_time("save"))
-        _around(writer, "_on_host", before=of_time("copying"))
-        _around(writer, "_write_files", before=of_time("files"), after=of_time("written"))
-        _around(directory.BegunSave, "commit", before=of_time("commit"), after=of_time("committed"))
-        _around(directory, "_write_tracker", before=of_time("tracker"))
-        _around(loop_module, "draw_last_batches", before=of_time("timeline"))
-        _around(LostRanks, "_survivors", after=of_time("new groups"))
+        around(ProvedLosses, "prove", before=lambda *_: note("met", 0))
+        around(ProvedLosses, "prove", before=of_time("proofs"))
+        around(CoreGroups, "name", before=of_time("groups"))
+        around(assembly, "prepare_outputs", before=of_time("outputs"))
+        around(assembly, "build_tokenizer", before=of_time("read"))
+        around(datasets, "blends", before=of_time("indices"))
+        around(assembly, "load_checkpoint", before=of_time("load"), after=of_time("loaded"))
+        around(lost_ranks, "tell_new_processes", before=of_time("built"), after=of_time("told"))
+        around(run_module, "build_optimizer", after=of_time("build"))  # at the start for the first time
+        around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))
+        around(update, "gather_weights", before=of_time("gather"), after=of_time("gathered"))
+        around(RedundantShards, "take_over", before=of_time("hand over"), after=of_time("handed over"))
+        around(RedundantShards, "make_copies", before=of_time("new copies"))  # at the start for the first time
+        around(LostShards, "_take", before=of_time("shards taken"))
+        around(PipelineEngine, "evaluate", before=of_time("evaluation"))
+        around(writer.CheckpointWriter, "_write_and_commit", before=of_time("save"))
+        around(writer, "_on_host", before=of_time("copying"))
+        around(writer, "_write_files", before=of_time("files"), after=of_time("written"))
+        around(directory.BegunSave, "commit", before=of_time("commit"), after=of_time("committed"))
+        around(directory, "_write_tracker", before=of_time("tracker"))
+        around(loop_module, "draw_last_batches", before=of_time("timeline"))
+        around(LostRanks, "_survivors", after=of_time("new groups"))
         if any(place == "published" for place, _ in self._losses):
             self._watch_addresses()
-        _around(LostRanks, "_hand_over", before=of_time("state"))
-        _around(Restoration, "complete", before=of_time("restoring"), after=of_time("restored"))
-        _around(MegatronWeightUpdate, "regroup", before=of_time("regroup"))
-        _around(LostRanks, "_begin", after=of_time("new program"))
-        _around(Reporter, "iteration", after=reported)
+        around(LostRanks, "_hand_over", before=of_time("state"))
+        around(Restoration, "complete", before=of_time("restoring"), after=of_time("restored"))
+        around(MegatronWeightUpdate, "regroup", before=of_time("regroup"))
+        around(LostRanks, "_begin", after=of_time("new program"))
+        around(Reporter, "iteration", after=reported)
+
+    def _of_version(self, place: str) -> Callable:
+        return lambda update, version, *rest, **options: self.come_to(place, version)
+
+    def _of_time(self, place: str) -> Callable:
+        return lambda *arguments, **options: self.come_to(place)
 
     def _watch_addresses(self) -> None:
         from megatron.backend import gloo
@@ -197,7 +199,7 @@ class Places:
         gloo._make_group = made
 
 
-def _around(owner: object, name: str, *, before: Callable | None = None, after: Callable | None = None) -> None:
+def around(owner: object, name: str, *, before: Callable | None = None, after: Callable | None = None) -> None:
     """Call `before` and `after` around a method or a module's function, with its arguments."""
     method = getattr(owner, name)
 

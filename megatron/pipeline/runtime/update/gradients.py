@@ -173,6 +173,8 @@ def clip_factor(largest: float, norm: float) -> float:
 
 
 NUM_STOP_BITS = 8
+KEPT_SUMS = 4
+"""The number of the last batches whose sums over all ranks an update keeps, for ranks that lack them after a loss."""
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,8 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
     shares_out_experts,
 )
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_distributed, optimizers_of, owners, shared_scaler
-from megatron.pipeline.runtime.update.gradients import NormReduction, all_reduce_norm, clip_factor
+from megatron.pipeline.runtime.update.gradients import KEPT_SUMS, NormReduction, all_reduce_norm, clip_factor
 from megatron.pipeline.runtime.update.loss_scales import LossScales
-
-_KEPT_SUMS = 4
 
 
 class BaseUpdate:
@@ -50,7 +48,7 @@ class BaseUpdate:
     Attributes:
         scales: the loss scales of the batches.
         rank_metrics: as for `MegatronWeightUpdate`; metrics may be added before the first batch.
-        sums: batch -> the sums over all ranks that `_complete` has made, for the last `_KEPT_SUMS` batches.
+        sums: batch -> the sums over all ranks that `_complete` has made, for the last `KEPT_SUMS` batches.
         replicas_predict_apart: whether each replica predicts weights from its own gradients.
         router_tokens: the counters and biases of the rank's routers; None: nothing is counted.
     """
@@ -152,7 +150,7 @@ class BaseUpdate:
     def _fill(self, report: BatchReport, sums: NormReduction, *, num_layers: int = 0) -> None:
         """Complete a batch's report with the sums over all ranks. Raises ValueError as `_complete`."""
         self.sums[report.batch] = sums
-        self.sums.pop(report.batch - _KEPT_SUMS, None)
+        self.sums.pop(report.batch - KEPT_SUMS, None)
         overflow, losses = sums.num_overflows > 0, dict(sums.losses)
         num_tokens, num_microbatches = losses.pop(NUM_TOKENS, (1.0, 1.0))
         if not num_microbatches:

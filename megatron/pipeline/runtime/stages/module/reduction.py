@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.pipeline.runtime.update.gradients import GradientBuffer, all_reduce_norm
+from megatron.pipeline.runtime.update.gradients import GradientBuffer, NormReduction, all_reduce_norm
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ModuleReduction:
         counts_in_norm: True on exactly one of the replicas, or of the copies.
         loss_names: the names of the losses, the same on all ranks.
         device: the device of the reduced tensors, on which the groups communicate.
+        num_replicas: the number of pipelines with batches of their own.
 
     Raises:
         ValueError: both `data_parallel_group` and `copies_group` are given.
@@ -59,6 +60,7 @@ class ModuleReduction:
     counts_in_norm: bool = True
     loss_names: tuple[str, ...] = ("loss",)
     device: torch.device | str = "cpu"
+    num_replicas: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
@@ -67,12 +69,8 @@ class ModuleReduction:
                 "data_parallel_group and copies_group are both given, and the copies of a stage are its replicas; give "
                 "copies_group for a program with copies, else data_parallel_group"
             )
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of pipelines with batches of their own."""
         group = self.data_parallel_group
-        return 1 if group is None else torch.distributed.get_world_size(group)
+        object.__setattr__(self, "num_replicas", 1 if group is None else torch.distributed.get_world_size(group))
 
     @property
     def uncounted(self) -> frozenset[str]:
@@ -149,16 +147,19 @@ class ModuleReduction:
     ) -> float:
         """Complete the report of a batch with the sums over all ranks of the job. Collective.
 
+        The arguments are those of `sums`. Returns the result of `complete`.
+        """
+        return self.complete(report, self.sums(norm_squared, stop_requests, losses))
+
+    def sums(self, norm_squared: float, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> NormReduction:
+        """Sum the contributions of all ranks of the job to a batch. Collective.
+
         Args:
-            report: the report of the batch.
             norm_squared: the squared norm of the gradients that this rank counts.
             stop_requests: bits, see `NormReduction`.
             losses: name -> (numerator, denominator) on this rank.
-
-        Returns:
-            The count of the first loss, averaged over the replicas.
         """
-        sums = all_reduce_norm(
+        return all_reduce_norm(
             norm_squared=norm_squared if self.counts_in_norm else 0.0,
             overflow=not math.isfinite(norm_squared),
             stop_requests=stop_requests,
@@ -167,6 +168,9 @@ class ModuleReduction:
             group=self.job_group,
             device=self.device,
         )
+
+    def complete(self, report: BatchReport, sums: NormReduction) -> float:
+        """Complete the report of a batch. Returns the count of the first loss, averaged over the replicas."""
         report.overflow = sums.num_overflows > 0
         report.grad_norm = sums.norm
         report.stop_requests = sums.stop_requests

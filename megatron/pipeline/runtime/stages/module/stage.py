@@ -91,6 +91,15 @@ class AnyModuleStage:
     def load_version(self, version: int) -> None:
         self._versions.load(version)
 
+    def recompute_from_now(self, recompute: bool, *, keeps: frozenset[int]) -> None:
+        """Change what the constructor was given, because the program changes. Call it while nothing is in flight."""
+        self._recompute, self._keeps = recompute, keeps
+
+    def abandon(self) -> None:
+        """Drop the data of all microbatches and batches in flight, after another rank was lost."""
+        self.activations.clear()
+        self._losses, self._products = BatchLosses(), DeferredProducts()
+
     def recompute(self, microbatch: Microbatch) -> None:
         saved = self.activations[microbatch.index]
         now = RandomState.capture(self._device)

@@ -28,10 +28,12 @@ from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.update.gradients import (
+    KEPT_SUMS,
     Batch,
     DeviceUpdate,
     GradientBuffer,
     GradientBuffers,
+    NormReduction,
     Partial,
     clip_factor,
     norm_squared,
@@ -84,6 +86,7 @@ class ModuleUpdate(DeviceUpdate):
 
     Attributes:
         scales: as given.
+        sums: batch -> the sums over all ranks, for the last `KEPT_SUMS` batches whose norm came before the step.
         mean_count: the mean count of a microbatch's losses in the last batch with a positive count that has stepped.
             Predictions divide by it. Set it before the first batch to the expected value, or to None: then predictions
             equal the newest weights until the first such batch.
@@ -123,6 +126,7 @@ class ModuleUpdate(DeviceUpdate):
         self._skips_unused = skips_unused
         self._counts = counts
         self._observe = observe
+        self.sums: dict[int, NormReduction] = {}
         self.mean_count: float | None = 1.0
         self._predicts = isinstance(versions, PredictedVersions)
         self.last_update = LastUpdate()
@@ -192,12 +196,54 @@ class ModuleUpdate(DeviceUpdate):
             assert not stepped, "tied copies are added up before the step"
             self._reduction.add_copies(batch.buffer.views)
         local = (batch.norm_squared if stepped else self._norm_squared(batch.buffer)).item()
-        count = self._reduction.reduce_norm(batch.report, local, stop_requests, losses)
+        sums = self._reduction.sums(local, stop_requests, losses)
         if stepped:
+            self._reduction.complete(batch.report, sums)
             del self._batches[version]
-            return
+        else:
+            self._complete(batch, sums)
+
+    def _complete(self, batch: _Batch, sums: NormReduction) -> None:
+        """Complete the report of a batch that has not stepped, so that it can step."""
+        self.sums[batch.info.index] = sums
+        self.sums.pop(batch.info.index - KEPT_SUMS, None)
+        count = self._reduction.complete(batch.report, sums)
         batch.mean_count = count / batch.info.num_microbatches
         batch.report.grad_norm /= (batch.mean_count or 1.0) * batch.report.loss_scale
+
+    def sums_of_newest(self) -> NormReduction | None:
+        """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
+        return self.sums.get(self.versions.newest - 1)
+
+    def go_on_from(self, version: int, sums: NormReduction | None) -> list[BatchReport]:
+        """Make the steps up to `version`, drop all batches in flight, and continue from `version`. Nothing may run.
+
+        When a rank is lost, some ranks may have made the next version and others not, although all have reduced its
+        gradients. The ranks with the sums over all ranks pass the sums to the others. Under 2bw the last stage reduces
+        a batch before it steps with the batch before, so it may have two steps to make.
+
+        Args:
+            version: the newest version that a rank has made.
+            sums: the sums for the batch whose step makes `version`.
+
+        Returns:
+            The reports of the batches whose steps were made here.
+        """
+        assert not self._predicts, "what was predicted is not taken back"
+        reports = []
+        for made in range(self.versions.newest + 1, version + 1):
+            batch = self._batches[made]
+            if batch.mean_count is None:
+                known = self.sums.get(made - 1) or sums
+                assert known is not None, "a rank has stepped with sums that it does not know"
+                self._complete(batch, known)
+            reports.append(self.step(made))
+        for batch in self._batches.values():
+            if batch.buffer is not None:
+                self._gradients.give_back(batch.buffer)
+        self._batches.clear()
+        self._gradients.show(None)
+        return reports
 
     def take_stepped(self, version: int) -> tuple[float, float]:
         """Remove a batch that has stepped, and return the squared norm of its gradients and its learning rate.
