@@ -40,8 +40,9 @@ echo "== What the model makes of a prompt"
 python tools/text_generation.py --load "$checkpoints" --prompt "The function" --num-tokens 60 --ignore-eod --temperature 0.7
 
 echo "== Pictures"
+fall="${EXPECTED_FALL-0.4}" # of the validation loss, from its first value to its last; empty: any
 python tools/plot_metrics.py "$output/metrics.jsonl" --output "$output/loss.png" \
-    --title "GPT on CPython's reference topics, 2bw with provisional weights on 2 ranks" --fall "${EXPECTED_FALL:-0.4}"
+    --title "GPT on CPython's reference topics, 2bw with provisional weights on 2 ranks" ${fall:+--fall "$fall"}
 
 cat <<END
 

@@ -72,9 +72,9 @@ def _run(options: argparse.Namespace) -> int:
 
     session = _session(options)
     command_line.require_file(options.output)  # refused before the measurement, which takes half a minute to begin
+    backend.require_core()  # the processes that measure need it
     if missing := missing_flags(session.argv, architecture=session.architecture, iterations=session.iterations):
         raise ValueError(f"nothing can be measured: {'; '.join(missing)}")
-    backend.require_core()  # the processes that measure need it
     with command_line.unwinding("no profile is written"):
         profile = _measure(session)
     profile.save(options.output)

@@ -56,7 +56,7 @@ def run_quickstart(output: Path, **environment: str) -> str:
 def test_quickstart_from_text_to_pictures(tmp_path):
     """The script trains under 2bw, with predictions, on two ranks and leaves checkpoint, metrics and pictures."""
     output = tmp_path / "out"
-    assert "Results in" in run_quickstart(output, ITERATIONS="4", EXPECTED_FALL="0")
+    assert "Results in" in run_quickstart(output, ITERATIONS="4", EXPECTED_FALL="")
     assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     for picture in ("loss.png", "timeline/timeline.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
