@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatron.pipeline.program.copies import share_of
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.update.gradients import NormReduction
@@ -70,7 +71,7 @@ class LostRanks(Recovery[Run]):
         self._of_save = ""  # the log line about a save that was broken off
         self._dropped: int | None = None  # the iteration of this save, if it made no checkpoint
         self._shards = LostShards(args, rank, is_new=is_new) if args.use_distributed_optimizer else None
-        if self.has_state:
+        if self.has_state and rank == self.epoch.ranks[0]:
             self.membership.accept_losses()
         size = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         self.prove(args.schedule, size, num_replicas=num_places(args))
@@ -103,7 +104,8 @@ class LostRanks(Recovery[Run]):
             num_failed = 0 if self.epoch.lost else num_failed + 1
             if num_failed > MOST_ATTEMPTS:
                 self.membership.accept_losses(False)
-                raise OnThisRank(f"no rank is lost, and the ranks could not build their parts: {alarm}")
+                why = "an error of another rank" if alarm is None else alarm
+                raise OnThisRank(f"no rank is lost, and the ranks could not build their parts: {why}")
         if self._since is not None:
             self._report_change(run, start=self._since)
         return run
@@ -154,14 +156,16 @@ class LostRanks(Recovery[Run]):
             self._since = self._since or noticed or time.monotonic()
 
     def _assembled(self, program: TrainingProgram) -> Run | None:
-        """The run of the epoch's ranks; None if a rank was lost while it was built. Collective over these ranks."""
+        """The run of the epoch's ranks; None if a rank was lost, or late, while it was built. Collective over these."""
+        run: Run | None = None
         try:
             survivors = self._program_of_present()
             with self._groups.connecting(meeting=self._timeout), silenced():
                 self._form_groups()
                 args = replace(self._args, rank=dist.get_rank(), world_size=dist.get_world_size())
                 args = set_up(args, group=lambda args: self._groups.name(args, survivors))
-                reading = self.membership.silent_for(self._timeout.total_seconds()) if args.rank == 0 else None
+                silent = self._timeout.total_seconds() / 2  # the others notice a stop before their waits time out
+                reading = self.membership.silent_for(silent) if args.rank == 0 else None
                 run = assemble(
                     args, program, copies=self._groups.copies, takes_over=self.epoch.number > 0, reading=reading
                 )
@@ -171,8 +175,12 @@ class LostRanks(Recovery[Run]):
             tell_new_processes(run, self.membership)
             return run
         except Exception as error:
+            if run is not None and run.writer is not None:
+                run.writer.close()
             if not self.comes_from_loss(error):
-                raise
+                if not failure_guard.is_timeout(error):
+                    raise
+                self.membership.suspect([], " ".join(str(error).split()))  # who does not come to agree is lost
         return None
 
     # --- the run

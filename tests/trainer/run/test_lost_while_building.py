@@ -74,6 +74,15 @@ def test_the_rank_that_makes_the_indices_of_samples_may_be_silent(tmp_path):
 
 
 @pytest.mark.full
+def test_a_rank_that_is_stopped_while_it_may_be_silent_is_left_out(tmp_path):
+    """The others notice it before their own waits time out."""
+    flags = "--global-batch-size 6 --train-iters 3 --seed 78 --distributed-timeout-minutes 0.4"
+    job = run(tmp_path, 3, f"{flags} --pipeline-model-parallel-size 1", [[0, "indices", 1, "SIGSTOP"]])
+    assert job.outcome.status == 0 and lost(job) == [0], job.outcome.output
+    assert [each["ranks"] for each in changes_recorded(job, world_size=3)] == [2]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("losses, flags, sentence", [
     ([[2, "proofs", 1, "SIGKILL"], [3, "build", 1, "SIGKILL"]], "",
      "every replica has lost rank 1, so nobody holds the weights of stage 1"),

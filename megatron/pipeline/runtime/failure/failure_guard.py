@@ -167,7 +167,8 @@ def sentence_of(error: BaseException, name: str) -> str:
     return f"{getattr(error, 'pipeline_where', name)} failed{during}: {type(error).__name__}: {text}"
 
 
-def _is_timeout(error: BaseException) -> bool:
+def is_timeout(error: BaseException) -> bool:
+    """Return whether `error` says that another rank has not come in time."""
     return isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and "timed out" in str(error).lower())
 
 
@@ -281,7 +282,7 @@ class Guard:
         story = sentence_of(error, self._name)
         if isinstance(error, TransferError):
             return story + (self._circumstances(error.peer_rank) if error.timed_out else "")
-        return story + (self._circumstances() if _is_timeout(error) else "")
+        return story + (self._circumstances() if is_timeout(error) else "")
 
     def _silent_store(self) -> str:
         return story_of_silent_store(self._store_host, self._board.silent_seconds)

@@ -171,10 +171,11 @@ class Membership(StoreThread):
         """Raise the alarm: a link to these ranks has failed. `agree` then finds out whether they are lost.
 
         Args:
+            ranks: none if it is not known which rank is at fault; who does not come to `agree` is lost.
             reason: why, in a few words, such as "connection closed by peer in 1RECV_F3".
         """
         suspects, epoch = sorted(set(ranks)), self.epoch
-        named = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
+        named = f"suspects rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
 
         def tell() -> None:
             if self.epoch is not epoch:
@@ -184,7 +185,7 @@ class Membership(StoreThread):
                     told = f"rank {self.rank}: {reason}"
                     self._append({"kind": "suspected", "token": member.token, "reason": told})
                     self._waited_for.append(member)
-            self._raise_alarm(f"rank {self.rank} suspects {named}: {reason}")
+            self._raise_alarm(f"rank {self.rank} {named if suspects else 'cannot go on'}: {reason}")
 
         self._ask(tell)
         self._wait(lambda: self.alarm is not None or self.epoch is not epoch, ANSWER_PATIENCE, "raise the alarm")
