@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash tests/run.sh [--fast | --full] [further arguments of pytest]
 #
-# Without either: the selection that takes 13 to 40 minutes on 2 cores, by their speed, which is every test not marked `full`.
+# Without either: the selection that takes 10 to 30 minutes on 2 cores, by their speed, which is every test not marked `full`.
 # With --fast: of these the rooms without torch, and one real run: about four minutes. With --full: every test.
 # Uses the active virtual environment, else .venv, and installs only what it lacks.
 # Where there is a GPU, the tests that need none run first, with the GPUs hidden, then those marked `gpu`.
