@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -76,19 +76,19 @@ def assemble(
         takes_over: a process of this job that is lost may still own the directory of `--save`.
         reading: a context in which the data are read; the indices of samples may be made in it.
     """
-    owner_mark = prepare_outputs(args, takes_over=takes_over)
-    try:
+    with ExitStack() as on_error:
+        owner_mark = prepare_outputs(args, takes_over=takes_over)
+        if owner_mark is not None:
+            on_error.callback(owner_mark.release)
         _require_one_program(args)
         made = args.made_program
         if made is not None and not made.measures and args.save is not None and args.rank == 0:
             from megatron.trainer.plan import auto_program
 
             auto_program.keep(made, Path(args.save))
-        return _build(args, program, owner_mark, copies, reading)
-    except BaseException:
-        if owner_mark is not None:
-            owner_mark.release()
-        raise
+        run = _build(args, program, owner_mark, copies, reading, on_error)
+        on_error.pop_all()
+    return run
 
 
 def assemble_alone(args: TrainConfig, program: TrainingProgram, membership: Membership) -> Run:
@@ -99,7 +99,7 @@ def assemble_alone(args: TrainConfig, program: TrainingProgram, membership: Memb
     read. Raises ValueError as `assemble` does, and OnThisRank if no other rank is left.
     """
     membership.await_keys([_KINDS])
-    args, reporter, datasets, num_tokens = _read(args, program, writes=False)
+    args, reporter, datasets, num_tokens = _read(args, program, ExitStack(), writes=False)
     kinds = pickle.loads(membership.ask(lambda store: store.get(_KINDS)))
     built = setup_model_and_optimizer(args, program, kinds=kinds)
     writer = CheckpointWriter(args.save) if args.save is not None else None
@@ -119,6 +119,7 @@ def tell_new_processes(run: Run, membership: Membership) -> None:
 def _read(
     args: TrainConfig,
     program: TrainingProgram,
+    on_error: ExitStack,
     *,
     writes: bool | None = None,
     reading: AbstractContextManager | None = None,
@@ -129,6 +130,7 @@ def _read(
     ids.
 
     Args:
+        on_error: what is closed if the run cannot be built; gets the reporter.
         writes: whether this rank writes the log; None: if it is the last rank.
         reading: as for `assemble`.
     """
@@ -140,6 +142,7 @@ def _read(
         with agreed():
             require_cache(args)
     reporter = Reporter(args, writes=writes)
+    on_error.callback(reporter.close)
     with reading or nullcontext():
         datasets = program.datasets_provider(args, tokenizer)
     args = replace(args, has_split=datasets.has_split, data_digest=datasets.digest)
@@ -159,8 +162,9 @@ def _build(
     owner_mark: OwnerMark | None,
     copies: CopyRanks | None,
     reading: AbstractContextManager | None,
+    on_error: ExitStack,
 ) -> Run:
-    args, reporter, datasets, num_tokens = _read(args, program, reading=reading)
+    args, reporter, datasets, num_tokens = _read(args, program, on_error, reading=reading)
     began = time.perf_counter()
     built = setup_model_and_optimizer(args, program, copies=copies)
     seconds_of_setup = time.perf_counter() - began

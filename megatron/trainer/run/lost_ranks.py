@@ -97,8 +97,8 @@ class LostRanks(Recovery[Run]):
             if are_built and self._shards is None:
                 self._form(run, reports, start=self._since, settled=run.iteration, stop_requests=0)
                 return run
-            if run is not None and run.writer is not None:
-                run.writer.close()
+            if run is not None:
+                _close(run)
             run = None
             gc.collect()
             num_failed = 0 if self.epoch.lost else num_failed + 1
@@ -175,8 +175,8 @@ class LostRanks(Recovery[Run]):
             tell_new_processes(run, self.membership)
             return run
         except Exception as error:
-            if run is not None and run.writer is not None:
-                run.writer.close()
+            if run is not None:
+                _close(run)
             if not self.comes_from_loss(error):
                 if not failure_guard.is_timeout(error):
                     raise
@@ -325,6 +325,13 @@ class LostRanks(Recovery[Run]):
         choose_kernel(run.optimizer, run.args.optimizer_kernel)  # as after loading a checkpoint
         _take_place(run, note)
         self.has_state = True
+
+
+def _close(run: Run) -> None:
+    """Close what a run that is given up has opened; another one opens it again."""
+    run.reporter.close()
+    if run.writer is not None:
+        run.writer.close()
 
 
 def _take_place(run: Run, note: Mapping) -> None:

@@ -23,8 +23,10 @@ from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.log_line import LogInterval, Progress, log_line
 from megatron.trainer.report.metrics import MetricsFile, flops_per_sample, read_metrics
 from megatron.trainer.report.profiler import Profiler
+from tests import workers
 from tests.full_disk import largest_file
 from tests.trainer.arguments.command_line import arguments
+from tests.trainer.run.run_case import data_flags, train_case
 
 
 def report(iteration: int, loss: float, **changes) -> BatchReport:
@@ -400,3 +402,16 @@ def test_the_iterations_asked_for(tmp_path, iterations):
 def test_other_ranks_record_nothing(tmp_path):
     """A rank that is not in --profile-ranks writes no file."""
     assert profiled(tmp_path, rank=0, iterations=6) == []
+
+
+def closed_without_a_run(folder: str) -> int:
+    closed: list[Reporter] = []
+    close = mock.patch.object(Reporter, "close", autospec=True, side_effect=closed.append)
+    with close, pytest.raises(ValueError, match="holds no checkpoint"):
+        train_case(f"{data_flags()} --load {folder} --exit-on-missing-checkpoint")
+    return len(closed)
+
+
+def test_a_run_that_cannot_be_built_closes_its_log(tmp_path):
+    """What it has announced to a board ends there, since the ranks may build another run in the same process."""
+    assert workers.run(1, f"{__name__}:closed_without_a_run", folder=str(tmp_path)) == [1]
