@@ -276,7 +276,9 @@ def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage]
     for index, count in chain.from_iterable(of_ranks):
         totals[index] = totals.get(index, 0) + count
     num_ranks = num_places(args) * ranks_of_place(args)  # with each stage, if none is lost
-    if len(of_ranks) < num_ranks * args.pipeline_model_parallel_size:
+    ranks, num_all = counted(args.world_size, "rank"), num_ranks * args.pipeline_model_parallel_size
+    if len(of_ranks) < num_all:
+        ranks += f" of {num_all}"
         num_with = Counter(index for index, _ in chain.from_iterable(of_ranks))
         totals = {index: total * num_ranks / num_with[index] for index, total in totals.items()}
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
@@ -284,7 +286,7 @@ def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage]
     context = f" x context {args.context_parallel_size}" if args.context_parallel_size > 1 else ""
     predictions = late_weights.description(args.schedule, choice_of(args).name, num_microbatches)
     reporter.say(
-        f"{counted(args.world_size, 'rank')} on {backend.device().type} ({args.distributed_backend}): tensor "
+        f"{ranks} on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
         f"{args.data_parallel_size}{context}, {schedule_text(args)}, "
         f"{counted(num_microbatches, 'microbatch')} of {args.micro_batch_size} a batch\n"

@@ -37,7 +37,7 @@ def test_what_is_left_of_a_job_loads_the_checkpoint_and_trains(tmp_path):
     assert sorted(lost(job)) == [0, 1, 5], job.outcome.output
     [change] = changes_recorded(job, world_size=6)
     assert (change["iteration"], change["ranks"], sorted(change["lost_ranks"])) == (2, 3, ["0", "1", "5"])
-    assert "planted in loaded" in job.outcome.output, job.outcome.output
+    assert "planted in loaded" in job.outcome.output and "\n3 ranks of 6 on cpu" in job.outcome.output, job.outcome.output
     assert (tmp_path / "saved" / "iter_0000005").exists() and not list((tmp_path / "saved").glob(".owner*"))
 
 
