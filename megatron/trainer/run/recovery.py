@@ -124,9 +124,11 @@ class Recovery(ABC, Generic[_Run]):
         )  # fmt: skip
         try:
             self._prove()
-        except SameEverywhere:
+        except SameEverywhere as error:
             self.membership.accept_losses(False)
             self.membership.leave()  # a thread that still runs while the interpreter exits may abort the process
+            if self._prints_for_all:
+                raise OnThisRank(str(error)) from error
             raise
         if not self.has_state:
             self.proved.lines = ()  # the other ranks have logged them
@@ -353,16 +355,21 @@ class Recovery(ABC, Generic[_Run]):
     def _told(self, make: Callable[[], _Made]) -> _Made:
         """The result of `make`, whose ValueError occurs on all ranks and ends the job.
 
-        The launcher then restarts no rank. Rank 0 prints such an error. If rank 0 is lost, the first remaining rank
-        prints it.
+        The launcher then restarts no rank.
         """
         try:
             return make()
         except ValueError as error:
             self.membership.accept_losses(False)
-            if self.membership.rank == self.epoch.ranks[0] != 0:
+            if self._prints_for_all:
                 raise OnThisRank(str(error)) from error
             raise
+
+    @property
+    def _prints_for_all(self) -> bool:
+        """Whether rank 0, which prints an error of all ranks, is lost, and this rank prints it as the first that is
+        left."""
+        return self.has_state and self.membership.rank == self.epoch.ranks[0] != 0
 
     def _survivors(self, run: _Run, notes: Mapping[int, dict]) -> Survivors | None:
         """The program of the present ranks; None if all ranks are present."""

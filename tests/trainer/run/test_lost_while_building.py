@@ -37,7 +37,9 @@ def test_what_is_left_of_a_job_loads_the_checkpoint_and_trains(tmp_path):
     assert sorted(lost(job)) == [0, 1, 5], job.outcome.output
     [change] = changes_recorded(job, world_size=6)
     assert (change["iteration"], change["ranks"], sorted(change["lost_ranks"])) == (2, 3, ["0", "1", "5"])
-    assert "planted in loaded" in job.outcome.output and "\n3 ranks of 6 on cpu" in job.outcome.output, job.outcome.output
+    assert "planted in loaded" in job.outcome.output and "\n3 ranks of 6 on cpu" in job.outcome.output, (
+        job.outcome.output
+    )
     assert (tmp_path / "saved" / "iter_0000005").exists() and not list((tmp_path / "saved").glob(".owner*"))
 
 
@@ -83,18 +85,21 @@ def test_a_rank_that_is_stopped_while_it_may_be_silent_is_left_out(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("losses, flags, sentence", [
-    ([[2, "proofs", 1, "SIGKILL"], [3, "build", 1, "SIGKILL"]], "",
+@pytest.mark.parametrize("losses, flags, max_restarts, sentence", [
+    ([[2, "proofs", 1, "SIGKILL"], [3, "build", 1, "SIGKILL"]], "", 2,
      "every replica has lost rank 1, so nobody holds the weights of stage 1"),
-    ([[1, "read", 1, "SIGKILL"]], "--load empty --exit-on-missing-checkpoint",
+    ([[1, "read", 1, "SIGKILL"]], "--load empty --exit-on-missing-checkpoint", 2,
      "--load empty holds no checkpoint, and --exit-on-missing-checkpoint is given"),
-], ids=["all replicas", "the user's error"])  # fmt: skip
-def test_a_job_that_cannot_be_built_ends(tmp_path, losses, flags, sentence):
+    ([[0, "proofs", 1, "SIGKILL"]], "--minimum-speed 0.95", 0,
+     "rank 1: --minimum-speed 0.95: without a rank the job has at most "),
+], ids=["all replicas", "the user's error", "too slow, and rank 0 is lost"])  # fmt: skip
+def test_a_job_that_cannot_be_built_ends(tmp_path, losses, flags, max_restarts, sentence):
     """No new process is started for what would end so again."""
     (tmp_path / "empty").mkdir()
     shape = f"--global-batch-size 4 --train-iters 1000 {SHAPE}"
-    job = run(tmp_path, 4, f"{shape} {flags}", losses, max_restarts=2)
-    job.outcome.assert_failed_clearly(sentence, "the job is ended", within=240)
+    job = run(tmp_path, 4, f"{shape} {flags}", losses, max_restarts=max_restarts)
+    job.outcome.assert_failed_clearly(sentence, within=240)
+    assert "the job is ended" in job.outcome.output
 
 
 def t5() -> Trained:
