@@ -226,6 +226,9 @@ def machine() -> AbstractContextManager:
     """A context in which a run finds what its machine has."""
     if "ENGINE" not in os.environ:
         return nullcontext()
+    from megatron import backend  # imports torch
+
+    backend.install()
     from tests.trainer.run.test_engine import as_on_a_gpu
 
     return as_on_a_gpu()

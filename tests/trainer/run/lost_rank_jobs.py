@@ -178,10 +178,11 @@ def run(
 
     Args:
         losses: as losing_ranks.py has them.
-        forks: as `command` has it.
+        forks: as `command` has it; not with Transformer Engine's stand-in, which has to be imported first.
         max_restarts: new processes for a lost rank.
         model, trained: the flags of a GPT; None: that GPT.
     """
+    forks = forks and not (trained is not None and trained.engine)
     started = command(num_ranks, flags, forks=forks, max_restarts=max_restarts, model=model, trained=trained)
     return run_command(folder, started, losses, timeout=timeout, trained=trained)
 
