@@ -86,7 +86,8 @@ def marked(names) -> list:
 
 @pytest.mark.parametrize("name", marked(CASES))
 def test_a_balanced_run_has_the_same_bits(name):
-    """Losses, norms, every rank's gradients of every batch and its weights are equal; and it did move something."""
+    """Losses, norms, every rank's gradients of every batch and its weights are equal. Each stage that evicts did move
+    something, but for a first stage whose whole forward is recomputed: it has no input that it could keep."""
     kept, moved = run(name, False), run(name, True)
     one, other = kept[-1]["records"], moved[-1]["records"]
     values = ("lm_loss", "grad_norm", "validation_loss", "loss_scale", "learning_rate")
@@ -101,9 +102,12 @@ def test_a_balanced_run_has_the_same_bits(name):
     num_stages = CASES[name][0]
     kept_bytes, moved_bytes = ([any(result["moved_bytes"].values()) for result in results] for results in (kept, moved))
     width = len(moved) // num_stages
-    if "extra" not in name:
-        assert moved_bytes == [rank // width < (num_stages - 2) / 2 for rank in range(len(moved))]
-    assert any(moved_bytes) and not any(kept_bytes)
+    first = 1 if "program" in name else 0
+    if "extra" in name:
+        assert any(moved_bytes)
+    else:
+        assert moved_bytes == [first <= rank // width < (num_stages - 2) / 2 for rank in range(len(moved))]
+    assert not any(kept_bytes)
 
 
 @pytest.mark.parametrize("name", marked(["p=4 bf16", "p=8", "p=4 2bw attention", "p=8 2bw layer", "t=2 none"]))
