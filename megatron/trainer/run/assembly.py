@@ -95,8 +95,8 @@ def assemble_alone(args: TrainConfig, program: TrainingProgram, membership: Memb
     """Build the run of a new process that replaces a lost rank, without its state and its engine.
 
     `args`: completed, with the rank of the lost process. This process is alone in its process group, and megatron.core
-    has its pipeline rank. Waits until the other ranks have built theirs, and written the indices of samples that all
-    read. Raises ValueError as `assemble` does, and OnThisRank if no other rank is left.
+    has its pipeline rank. Waits until the first of the other ranks has built its part: the indices of samples, which
+    all read, are written then. Raises ValueError as `assemble` does, and OnThisRank if no other rank is left.
     """
     membership.await_keys([_KINDS])
     args, reporter, datasets, num_tokens = _read(args, program, ExitStack(), writes=False)

@@ -269,7 +269,7 @@ def _held(parts: ModelAndOptimizer) -> dict:
     update = parts.update
     sums = update.sums_of_newest()
     if update.shards is not None:
-        shards = [{"held": each.held, "size": each.cut.size} for each in update.shards.kinds]
+        shards = [{"held": each.held, "size": each.cut.size} for each in update.shards.of_optimizers]
     else:
         groups = groups_of_replicas(parts.optimizer, parts.chunks[0])
         is_whole = update.is_drained and (not update.weights.predicts or update.versions.is_kept_for_move)

@@ -35,7 +35,7 @@ from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, l
 from megatron.pipeline.runtime.stages.megatron.base_update import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.optimistic_update import MegatronOptimisticUpdate
-from megatron.pipeline.runtime.stages.megatron.pipeline_position import copy_tied_embeddings_to
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import copy_tied_embeddings_over
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
@@ -169,7 +169,7 @@ def setup_model_and_optimizer(
                 chunk.requires_grad_(False)
         chunks = wrap_for_training(chunks, core_config.ddp_config(args), on_host=on_host, draws=draws)
     if draws and copies is not None:
-        copy_tied_embeddings_to(chunks, copies)
+        copy_tied_embeddings_over(chunks, copies)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
     with locally():  # after the collective with which it begins
         optimizer = build_optimizer(args, trained or chunks, on_host=on_host, kinds=kinds)

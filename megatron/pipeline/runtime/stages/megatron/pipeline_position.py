@@ -146,7 +146,7 @@ def copy_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 @torch.no_grad()
-def copy_tied_embeddings_to(chunks: Sequence[torch.nn.Module], copies: CopyRanks) -> None:
+def copy_tied_embeddings_over(chunks: Sequence[torch.nn.Module], copies: CopyRanks) -> None:
     """As `copy_tied_embeddings`, where stages have copies. Collective over the ranks that `copies` names."""
     if not copies.tied:
         return

@@ -96,7 +96,7 @@ class RedundantShards:
         last_update: the update that predictions take again; None: they take none again.
 
     Attributes:
-        kinds: the shards of dense weights, and of experts.
+        of_optimizers: the shards of the optimizer of dense weights, and of that of experts.
 
     Raises:
         ValueError: the optimizer is not torch's Adam, so its shards cannot be stepped on the host.
@@ -120,14 +120,14 @@ class RedundantShards:
         sharing = cut_experts * config.expert_model_parallel_size
         place = math.lcm(cut * config.context_parallel_size, sharing)  # the ranks that are lost together
         rings = (groups.data, place // cut), (groups.expert_data, place // sharing)
-        self.kinds = [
+        self.of_optimizers = [
             _Shard(each, *ring, versions, buffers, names, copies=copies, last_update=last_update)
             for each, ring in zip(optimizers_of(optimizer), rings, strict=False)
         ]
 
     def make_copies(self) -> None:
         """Send all state of this rank's shards to the next ranks, and keep the state that the ranks before send."""
-        for each in self.kinds:
+        for each in self.of_optimizers:
             each.make_copy()
 
     def exchange(self, slot: GradientSlot) -> list[Flats | None]:
@@ -136,7 +136,7 @@ class RedundantShards:
         Returns the gradients of the shards of which this rank has copies. Called on the chain's thread, before the
         step.
         """
-        return [each.exchange(slot) for each in self.kinds]
+        return [each.exchange(slot) for each in self.of_optimizers]
 
     def step(self, gradients: Sequence[Flats | None] | None, coefficient: float) -> None:
         """Step the copies. `gradients`: from `exchange`; None if the step is skipped. `coefficient`: multiplies them.
@@ -144,7 +144,7 @@ class RedundantShards:
         To be called with the step of this rank's own shards, before the learning rate advances. The step of a copy runs
         on a thread of its own, and the next step of the copy waits for it.
         """
-        for number, each in enumerate(self.kinds):
+        for number, each in enumerate(self.of_optimizers):
             each.step(gradients and gradients[number], coefficient)
 
     @torch.no_grad()
@@ -156,8 +156,8 @@ class RedundantShards:
             sources: for dense weights and experts, the global rank that hands over each shard of the other cut.
         """
         newest, weights = 0, defaultdict(dict)
-        for number, each in enumerate(self.kinds):
-            of_before = None if before is None else before.kinds[number]
+        for number, each in enumerate(self.of_optimizers):
+            of_before = None if before is None else before.of_optimizers[number]
             newest, found = each.take_over(of_before, sources[number], self._groups_of_replicas[number])
             for name, tensors in found.items():
                 weights[name].update(tensors)
@@ -181,7 +181,7 @@ class _Shard:
         names: parameter of the rank -> name.
 
     Attributes:
-        further: what a copy has besides masters and moments: older weights or older masters; None: nothing.
+        extra_state: what a copy has besides masters and moments: older weights or older masters; None: nothing.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class _Shard:
         self._optimizer, self._versions, self._last_update = optimizer, versions, last_update
         self._group, self._distance = group, distance
         self._predicts = isinstance(versions, PredictedVersions)
-        self.further: str | None = _OLDER if versions.window > 1 and not self._predicts else None
+        self.extra_state: str | None = _OLDER if versions.window > 1 and not self._predicts else None
         if last_update is not None:
-            self.further = _BEFORE
+            self.extra_state = _BEFORE
         self._copies = copies and group is not None and group.size > distance
         self.shard, size = (0, 1) if group is None else (group.rank, group.size)
         self.cut = ShardCut(optimizer, size, buffers)
@@ -236,7 +236,7 @@ class _Shard:
             return [group.pass_on(flat, self._distance) for flat in self._own(name)]
 
         states = {name: before(name) for name in STATES}
-        older = None if self.further is None else before(self.further)
+        older = None if self.extra_state is None else before(self.extra_state)
         shard = (self.shard - self._distance) % group.size
         self._copy = ShardCopy(self.cut, shard, own, group_of, states, older, count=numbers[-1].item())
 
@@ -275,7 +275,7 @@ class _Shard:
         if name == _WEIGHTS:
             dtypes = self.cut.weight_dtypes
             return [flat.to(dtype) for flat, dtype in zip(self._copy.states["param"], dtypes, strict=True)]
-        return self._copy.older if name == self.further else self._copy.states[name]
+        return self._copy.older if name == self.extra_state else self._copy.states[name]
 
     def _own(self, name: str) -> Flats:
         """As `copy_of`, but for this rank's own shard, whose part of the weights needs no gather."""
@@ -305,9 +305,9 @@ class _Shard:
     def _layout(self) -> _Layout:
         wide, dtypes = [torch.float32] * len(self.cut.num_elements), {_WEIGHTS: self.cut.weight_dtypes}
         dtypes |= dict.fromkeys(STATES, wide)
-        if self.further == _BEFORE:
+        if self.extra_state == _BEFORE:
             dtypes[_BEFORE] = wide
-        elif self.further == _OLDER and self._versions.newest - 1 in self._versions.live():
+        elif self.extra_state == _OLDER and self._versions.newest - 1 in self._versions.live():
             dtypes[_OLDER] = self.cut.weight_dtypes
         places = {}
         for parameter, name in self._names.items():

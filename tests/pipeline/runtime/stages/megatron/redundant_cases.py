@@ -27,7 +27,7 @@ def shards(begins: int = 0, **options) -> list[dict]:
             info = cases.batch_info(case, batch)
             engine.run_batch(info.num_microbatches, info.num_samples)
         reports = engine.drain()
-        further = update.shards.kinds[0].further
+        further = update.shards.of_optimizers[0].extra_state
         names = NAMES if further is None else (*NAMES, further)
         result = [
             {
@@ -40,7 +40,7 @@ def shards(begins: int = 0, **options) -> list[dict]:
                 "bytes": shard.num_bytes,
             }
             for shard, group in zip(
-                update.shards.kinds, groups_of_replicas(update.optimizer, update.chunks[0]), strict=True
+                update.shards.of_optimizers, groups_of_replicas(update.optimizer, update.chunks[0]), strict=True
             )
         ]
         assert all(torch.isfinite(flat).all() for each in result for flats in each["own"].values() for flat in flats)
