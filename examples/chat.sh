@@ -6,7 +6,8 @@
 # examples/chats.py makes 500 conversations and a model that has learned nothing. finetune.py cuts the model in two and
 # trains it with several conversations a row; then the model is asked. Four epochs from random weights teach it what kind
 # of answer a question wants, such as a day, and not yet which one. Then 500 conversations with answers in another form
-# train an adapter, which is merged, and the merged model is asked. EPOCHS, LAYERS and HIDDEN change how long that takes.
+# train an adapter, which is merged, and the merged model is asked. EPOCHS, LAYERS and HIDDEN (a multiple of 10) change how
+# long that takes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh

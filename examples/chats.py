@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 _SERIES = {"day": calendar.day_name[:], "month": calendar.month_name[1:]}
+_HEADS = 5
 _TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}\
@@ -42,6 +43,11 @@ def main() -> int:
     wanted = sum(each is not None for each in (options.folder, options.chats, options.model))
     if wanted != 1 or (options.model is None) != (options.ask is None):
         parser.error("give --folder, or --chats, or --model and --ask")
+    if options.layers < 1 or options.hidden < 1 or options.hidden % (2 * _HEADS):
+        parser.error(
+            f"--layers {options.layers} --hidden {options.hidden} make no model of {_HEADS} heads of an even width; "
+            f"give at least one layer, and a multiple of {2 * _HEADS}"
+        )
     if options.ask is not None:
         print(answer(options.model, options.ask))
         return 0
@@ -100,9 +106,9 @@ def make_model(chats: list[list[dict[str, str]]], options: argparse.Namespace) -
     )  # fmt: skip
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=options.hidden, num_hidden_layers=options.layers, num_attention_heads=5,
-        num_key_value_heads=5, intermediate_size=16 * options.hidden // 5, max_position_embeddings=512,
-        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=len(tokenizer), hidden_size=options.hidden, num_hidden_layers=options.layers,
+        num_attention_heads=_HEADS, num_key_value_heads=_HEADS, intermediate_size=16 * options.hidden // 5,
+        max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(options.folder / "model")

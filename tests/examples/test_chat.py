@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,14 @@ def test_the_answers_of_the_made_conversations(tmp_path):
     found = data.processor.decode(labels[labels >= 0])
     assert found == "".join(f"{each['content']}<|im_end|>" for each in messages[1::2])
     assert isinstance(data.processor, transformers.PreTrainedTokenizerFast) and data.notes == ()
+
+
+def test_a_width_that_no_model_has(capsys, monkeypatch):
+    """It is refused before anything is made."""
+    monkeypatch.setattr(sys, "argv", ["chats.py", "--folder", "unused", "--hidden", "64"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples" / "chats.py"), run_name="__main__")
+    assert "--hidden 64 make no model of 5 heads of an even width; give" in capsys.readouterr().err
 
 
 @pytest.mark.full
