@@ -31,6 +31,8 @@ def provide() -> None:
         if is_missing and number_of("LOCAL_RANK", 0) == 0 and not cached().exists():
             compile_into(cached())
     if is_missing:
+        if not cached().exists():  # the host's first rank is lost
+            compile_into(cached())
         load(cached())
 
 

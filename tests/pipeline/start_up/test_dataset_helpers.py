@@ -5,7 +5,7 @@ from megatron import backend
 backend.install()
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -68,7 +68,8 @@ def test_compiled_helpers_are_used(monkeypatch, one_rank):
 
 
 def test_host_compiles_once(absent, one_rank, monkeypatch):
-    """The second job finds the first one's library, and ranks that are not their host's first compile nothing."""
+    """The second job finds the first one's library, and ranks that are not their host's first compile nothing, but
+    where that one is lost."""
     compiled, loaded = [], []
     monkeypatch.setattr(dataset_helpers, "load", loaded.append)
 
@@ -78,13 +79,24 @@ def test_host_compiles_once(absent, one_rank, monkeypatch):
         library.touch()
 
     monkeypatch.setattr(dataset_helpers, "compile_into", compile_into)
+    library = dataset_helpers.cached()
+    for local_rank, times in (("1", 1), ("0", 1), ("0", 1)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        dataset_helpers.provide()
+        assert compiled == [library] * times
+    assert loaded == [library] * 3
+    library.unlink()
+    library.parent.rmdir()
+
+    @contextmanager
+    def beside_the_first():
+        yield
+        compile_into(library)
+
+    monkeypatch.setattr(dataset_helpers, "agreed", beside_the_first)
     monkeypatch.setenv("LOCAL_RANK", "1")
     dataset_helpers.provide()
-    assert (compiled, loaded) == ([], [dataset_helpers.cached()])
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    dataset_helpers.provide()
-    dataset_helpers.provide()
-    assert (compiled, loaded) == ([dataset_helpers.cached()], [dataset_helpers.cached()] * 3)
+    assert (compiled, loaded) == ([library] * 2, [library] * 4)
 
 
 @pytest.mark.parametrize(
