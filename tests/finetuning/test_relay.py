@@ -156,7 +156,9 @@ def test_the_device_does_not_grow_with_depth(folder, kind, evaluates, times):
     """Three or twelve times as deep, the same bytes on the device, which are at most those planned; the host holds the
     rest."""
     (few, planned, on_host, _), (many, planned_again, more_on_host, _) = (
-        workers.run(1, f"{__name__}:device_peak", folder=folder, kind=kind, layers=depth, evaluates=evaluates)[0]
+        workers.run(
+            1, f"{__name__}:device_peak", timeout=500, folder=folder, kind=kind, layers=depth, evaluates=evaluates
+        )[0]
         for depth in (6, 6 * times)
     )
     assert few == many <= planned == planned_again
