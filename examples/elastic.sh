@@ -14,7 +14,7 @@ output="${OUTPUT:-outputs/elastic}"
 epochs="${EPOCHS:-20}"
 batches=$((epochs * 18)) # 583 images, 32 in a batch; freezing starts behind a quarter of them and is decided every fifth
 
-prepare_environment core datasets
+prepare_environment core digits
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=""
 

@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output="${OUTPUT:-outputs/vision}"
 epochs="${EPOCHS:-15}"
 
-prepare_environment core datasets
+prepare_environment core digits
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=""
 

@@ -16,7 +16,7 @@ share=(-n 3 --dist loadfile --no-loadscope-reorder)
 selection="not full"
 name="the usual selection (everything: bash tests/run.sh --full)"
 rooms=()
-needed=(core test tensorboard tokenizers metis parquet datasets peft)
+needed=(core test tensorboard tokenizers metis parquet datasets digits peft)
 if [ "${1:-}" = "--fast" ]; then
     shift
     rooms=(--ignore tests/planner/memory/test_parameters.py --ignore tests/planner/memory/test_hosted.py

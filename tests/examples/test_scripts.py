@@ -49,6 +49,23 @@ def test_script_is_sound_shell(path):
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
 
 
+def test_a_script_installs_what_its_programs_ask_for():
+    """Each extra that a program of examples/ names in its error is prepared by every script that runs the program."""
+    asked = {
+        program.name: set(re.findall(r"pip install \.\[(\w+)\]", program.read_text()))
+        for program in (ROOT / "examples").rglob("*.py")
+    }
+    runs = 0
+    for script in (ROOT / "examples").glob("*.sh"):
+        text = script.read_text()
+        prepared = {word for line in re.findall(r"prepare_environment (.*)", text) for word in line.split()}
+        for name, extras in asked.items():
+            if extras and f"examples/{name} " in text:
+                runs += 1
+                assert extras <= prepared, f"{script.name} runs {name} with {prepared}, and {name} asks for {extras}"
+    assert runs >= 2
+
+
 @pytest.mark.parametrize(
     "environment",
     [{}, {"TP": "2", "PP": "2", "SCHEDULE": "flush"}, {"GPUS_PER_NODE": "4"}, {"SCHEDULE": "interleaved", "VP": "3"}],
