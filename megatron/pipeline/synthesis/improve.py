@@ -60,7 +60,7 @@ class Climb:
                 self.words[rank] = before
                 continue
             worse = times.seconds + times.mean_start - self._cost
-            if worse <= 0 or chance.random() < math.exp(-worse / temperature):
+            if accepts(worse, temperature, chance):
                 self._accept(times)
                 if times.seconds < self.best[0] * (1 - _SLACK):
                     self.best = times.seconds, [list(each) for each in self.words]

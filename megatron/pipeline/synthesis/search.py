@@ -14,6 +14,7 @@ from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.improve import Climb, shaken
+from megatron.pipeline.synthesis.lattice import words_of_lattices
 from megatron.pipeline.synthesis.moved_rows import MovedProgram, Mover, most_held
 from megatron.pipeline.synthesis.moves import Way, moved_microbatches, relaxed, ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_with_moves
@@ -323,6 +324,10 @@ def _search(
             break
         if number < 2 or number % 4 == 0:
             made = _best([*made, *_patterns(patterns, chance, max(10, round(_PATTERNS * part)))])
+        if number == 0:
+            until = begun + seconds / 4 if rounds is None else math.inf
+            several = words_of_lattices(patterns, random.Random(seed), pool[0].seconds, until)
+            made = _best([*made, *(_Found(*each, "a pattern of several microbatches") for each in several)])
         fresh, orders, made = orders[:count] + made[:count], orders[count:], made[count:]
         pool = _best([*pool, *(_Found(*squeeze.words(each.words, _SWEEPS), each.name) for each in fresh)])
         index = 0 if number % 4 < 2 else number // 4 % len(pool)

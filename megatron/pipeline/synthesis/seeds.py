@@ -11,7 +11,7 @@ the same for all stages of a leg, the way from one end of the ranks to the other
 import math
 import random
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -103,19 +103,21 @@ class Patterns:
 
     Attributes:
         problem: the problem. Its number of microbatches may be any.
+        hops: for each leg of the path, the mean seconds from rank to rank.
     """
 
     def __init__(self, problem: Problem, clock: Clock) -> None:
         self.problem, self._clock = problem, clock
         self._legs = legs_of(problem.rank_of_stage)
         self._num_legs = 2 * (max(self._legs) + 1)
-        self._hops = self._mean_hops()
+        self.hops = self._mean_hops()
         self._best: list[tuple[float, float, int, Pattern]] = []
         self._made = 0
 
     def words(self, chance: random.Random) -> tuple[float, Words] | None:
         """Return the seconds of words that keep the limits, and the words; or None where this attempt gave none."""
-        problem = self.problem
+        if self.problem.unit <= 0:  # computations take no time, so there is no period
+            return None
         if self._best and chance.random() < 0.7:
             waits = self.changed(chance.choice(self._best)[3], chance)
         else:
@@ -124,33 +126,41 @@ class Patterns:
         if offsets is None:
             return None
         self._made += 1
-        if excess := self.excess(self.held(offsets, waits.period)):
+        if excess := self.excess(self.held([offsets], waits.period)):
             self._keep(excess, 0.0, waits)
             return None
-        words = [self._word(rank, offsets, waits.period) for rank in range(problem.num_ranks)]
+        made = self.timed([offsets], waits.period)
+        if made is not None:
+            self._keep(0.0, made[0], waits)
+        return made
+
+    def timed(self, offsets: Sequence[list[float]], period: float) -> tuple[float, Words] | None:
+        """Return the seconds of the words of a pattern, and the words; None if they exceed a limit.
+
+        `offsets`: of each microbatch that enters in a period.
+        """
+        words = [self._word(rank, offsets, period) for rank in range(self.problem.num_ranks)]
         times = self._clock.times(words)
-        if times is None or not problem.accepts(words):
-            return None
-        self._keep(0.0, times.seconds, waits)
-        return times.seconds, words
+        return None if times is None or not self.problem.accepts(words) else (times.seconds, words)
 
     def _keep(self, excess: float, seconds: float, waits: Pattern) -> None:
         if not any(each[:2] == (excess, seconds) for each in self._best):
             insort(self._best, (excess, seconds, self._made, waits))
             del self._best[_PARENTS:]
 
-    def held(self, offsets: list[float], period: float) -> list[float]:
-        """The most that each rank holds once the pattern has begun to repeat.
+    def held(self, offsets: Sequence[list[float]], period: float) -> list[float]:
+        """The most that each rank holds once the pattern has begun to repeat. `offsets`: as for `timed`.
 
         It needs no words, so its time does not grow with the number of microbatches.
         """
         problem, most = self.problem, [0.0] * self.problem.num_ranks
         for rank, own in enumerate(problem.queues_of_rank):
-            for queue in own:
+            passed = [(other, of_microbatch[other]) for of_microbatch in offsets for other in own]
+            for queue, begin in passed:
                 if problem.takes[queue]:
                     held = 0.0
-                    for other in own:
-                        periods, into = divmod(offsets[queue] - offsets[other], period)
+                    for other, before in passed:
+                        periods, into = divmod(begin - before, period)
                         held += (periods + 1) * (problem.takes[other] - problem.gives[other])
                         held += problem.gives[other] * (into == 0.0)
                     most[rank] = max(most[rank], held)
@@ -161,9 +171,9 @@ class Patterns:
         limits = map(self.problem.limit_of, range(self.problem.num_ranks))
         return sum(max(0.0, each / limit - 1 - ROUNDING) for each, limit in zip(held, limits, strict=True))
 
-    def _word(self, rank: int, offsets: list[float], period: float) -> list[int]:
+    def _word(self, rank: int, offsets: Sequence[list[float]], period: float) -> list[int]:
         turns = (
-            (offsets[queue] + period * microbatch, queue)
+            (offsets[microbatch % len(offsets)][queue] + period * (microbatch // len(offsets)), queue)
             for queue in self.problem.queues_of_rank[rank]
             for microbatch in range(self.problem.num_microbatches)
         )
@@ -175,13 +185,38 @@ class Patterns:
         return self._legs[place] if place < stages else self._num_legs - 1 - self._legs[2 * stages - 1 - place]
 
     def offsets(self, waits: Pattern, *, moves: bool = True) -> list[float] | None:
-        """Return when microbatch 0 passes each queue, or None where it finds no free place.
+        """Return when microbatch 0 passes each queue, or None where it finds no free place. `moves`: as below."""
+        found = self.offsets_of_entries(waits, (0.0,), moves=moves)
+        return None if found is None else found[0]
 
-        If `moves`, a W without a free place may overlap other computations, which move when words are timed.
+    def offsets_of_entries(
+        self, waits: Pattern, entries: Sequence[float], *, moves: bool = True
+    ) -> list[list[float]] | None:
+        """Return when each of the microbatches that enter in a period passes each queue, or None without a free place.
+
+        `entries`: when they enter. If `moves`, a W without a free place may overlap other computations, which move when
+        words are timed.
         """
-        problem, period = self.problem, waits.period
+        problem, period, found = self.problem, waits.period, []
         busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_ranks)]
-        offsets, time, leg = [0.0] * len(problem.queues), 0.0, self._leg(0)
+        for entry in entries:
+            if (offsets := self._passed(waits, entry, busy)) is None:
+                return None
+            found.append(offsets)
+        weights = [each for each, (kind, _) in enumerate(problem.queues) if kind is Kind.BACKWARD_WEIGHT]
+        waiting = [(offsets[problem.before[queue]], queue, offsets) for offsets in found for queue in weights]
+        for begin, queue, offsets in sorted(waiting, key=lambda each: each[0]):
+            ready = begin + problem.seconds[problem.before[queue]]
+            at = _free(busy[problem.rank_of_queue[queue]], ready, problem.seconds[queue], period)
+            if at is None and not moves:
+                return None
+            offsets[queue] = ready if at is None else at
+        return found
+
+    def _passed(self, waits: Pattern, entry: float, busy: list[list[tuple[float, float]]]) -> list[float] | None:
+        """Return when a microbatch that enters at `entry` passes each queue of the path; its places become `busy`."""
+        problem, period = self.problem, waits.period
+        offsets, time, leg = [0.0] * len(problem.queues), entry, self._leg(0)
         for place, queue in enumerate(problem.path):
             stage, now = problem.queues[queue][1], self._leg(place)
             if place:
@@ -196,14 +231,6 @@ class Patterns:
             if before:
                 offsets[problem.number_of[Kind.RECOMPUTE, stage]] = at
             offsets[queue] = time = at + before
-        weights = [each for each, (kind, _) in enumerate(problem.queues) if kind is Kind.BACKWARD_WEIGHT]
-        for queue in sorted(weights, key=lambda each: offsets[problem.before[each]]):
-            before = problem.before[queue]
-            ready = offsets[before] + problem.seconds[before]
-            at = _free(busy[problem.rank_of_queue[queue]], ready, problem.seconds[queue], period)
-            if at is None and not moves:
-                return None
-            offsets[queue] = ready if at is None else at
         return offsets
 
     def at_random(self, chance: random.Random) -> Pattern:
@@ -216,7 +243,7 @@ class Patterns:
         if chance.random() < 0.75:
             resonance = chance.choice(_RESONANCES) * period
             for leg in range(0, self._num_legs, 2):
-                spare = (resonance - self._hops[leg] - self._hops[leg + 1]) % period
+                spare = (resonance - self.hops[leg] - self.hops[leg + 1]) % period
                 part = chance.random()
                 strides[leg], strides[leg + 1] = spare * part, spare * (1 - part)
         else:

@@ -340,7 +340,7 @@ def _judged(problem: Problem, patterns: Patterns, waits: Pattern, offsets: list[
     until = (problem.num_microbatches + 1) * waits.period
     if latency > until * (1 + ROUNDING) or max(offsets) >= until * (1 - _STRICTLY):  # the last may take no time
         return None
-    held = patterns.held(offsets, waits.period)
+    held = patterns.held([offsets], waits.period)
     parts = [each / scale for each, scale in zip(held, _scales(problem), strict=True)]
     score = patterns.excess(held), waits.period, max(parts), sum(parts), latency
     return _Found(tuple(round(each, 9) for each in score), waits, offsets, held)

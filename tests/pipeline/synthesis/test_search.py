@@ -159,6 +159,17 @@ def test_what_allows_no_program_is_refused(change, text):
         replace(UNEVEN, **change)
 
 
+@pytest.mark.parametrize("moves", ["none", "host"])
+def test_computations_that_take_no_time(moves):
+    """Only transfers take time, so there is no period that a pattern could have."""
+    zero = [0.0] * 3
+    costs = Costs(forward=zero, backward=zero, backward_input=zero, backward_weight=zero, latency=[0.0, 1.0])
+    problem = Problem(rank_of_stage=(0, 0, 1), num_microbatches=2, costs=costs, saved=[1.0] * 3, limits=[2.0, 1.0])
+    found = synthesize(problem, moves=moves, rounds=3)
+    check(found.program)
+    assert found.seconds >= found.bound
+
+
 @pytest.mark.full
 @given(problems())
 @settings(max_examples=30, deadline=None)
