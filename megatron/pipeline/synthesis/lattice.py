@@ -38,7 +38,8 @@ def words_of_lattices(
     problem, hop = patterns.problem, max(patterns.hops)
     if problem.num_ranks == 1 or hop <= 0 or problem.unit <= 0:
         return
-    least = _residence(patterns, hop)
+    if (least := _residence(patterns, hop)) is None:
+        return
     tried = made = 0
     for places in _places_of_a_microbatch(problem.unit / (2 * hop)):
         period = float(places) * 2 * hop
@@ -72,11 +73,17 @@ def _pattern(patterns: Patterns, hop: float, period: float, turns: tuple[float, 
     return Pattern(period, tuple(max(0.0, hop - each) for each in patterns.hops), turns)
 
 
-def _residence(patterns: Patterns, hop: float) -> list[float]:
-    """For each rank the sum over its stages of what a microbatch holds, times the seconds for which it holds that."""
+def _residence(patterns: Patterns, hop: float) -> list[float] | None:
+    """For each rank the sum over its stages of what a microbatch holds, times the seconds for which it holds that.
+
+    None if seconds are so different that they cannot be added.
+    """
     problem = patterns.problem
-    alone = _pattern(patterns, hop, 1e6 * problem.unit, (0.0,) * len(patterns.hops))  # no other one is in the way
-    offsets, sums = patterns.offsets(alone), [0.0] * problem.num_ranks
+    period = 1e6 * (problem.unit + hop)  # no other microbatch is in the way
+    offsets = patterns.offsets(_pattern(patterns, hop, period, (0.0,) * len(patterns.hops)))
+    if offsets is None:
+        return None
+    sums = [0.0] * problem.num_ranks
     for queue, rank in enumerate(problem.rank_of_queue):
         end = offsets[queue] + problem.seconds[queue]
         sums[rank] += problem.gives[queue] * end - problem.takes[queue] * offsets[queue]

@@ -52,6 +52,14 @@ def test_a_pattern_that_is_too_slow_is_not_tried():
     assert not of_lattices(problem, (problem.num_microbatches - 1) * problem.unit)
 
 
+@pytest.mark.parametrize("forward", [1e-7, 2.3e-311])
+def test_transfers_that_take_far_longer_than_computations(forward):
+    """There is no period then that is worth a pattern, and no error."""
+    costs = Costs(forward=[0.0, forward], backward=0.0, backward_input=0.0, backward_weight=0.0, latency=[1.0])
+    problem = Problem(rank_of_stage=(0, 1), num_microbatches=2, costs=costs, limits=1.0, splits=False)
+    assert of_lattices(problem, float("inf")) == []
+
+
 @draws(60)
 @given(problems())
 def test_made_up_costs(problem):
