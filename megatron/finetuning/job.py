@@ -313,6 +313,7 @@ def run(args: argparse.Namespace, stop: StopSignal, lost_ranks: LostRanks | None
     except RuntimeError as error:  # all has been written
         if lost_ranks is None or not lost_ranks.comes_from_loss(error):
             raise
+        lost_ranks.end_without_lost()
     report.close()
 
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -331,7 +332,8 @@ class Trainer:
             self._admits |= bool(report.stop_requests & ADMIT)
             self.pipeline.feed.forget(batch, first)
             self.report.batch(report, seconds)
-            self._require_finite(report)
+            require = partial(self._require_finite, report)
+            require() if self.lost_ranks is None else self.lost_ranks.told(require)
 
     def _require_finite(self, report: BatchReport) -> None:
         """Raise ValueError if a batch cannot be stepped, and a smaller loss scale would not help."""

@@ -2,7 +2,7 @@
 
 The places `forward`, `backward`, `chain`, `norm`, `step`, `stepped`, `without sums`, `evaluation`, `new groups`,
 `regroup` and `state` are those of pretraining. A checkpoint has the places `save`, and on rank 0 `commit` and
-`committed`; the model at the end has `finish`.
+`committed`; the model at the end has `finish`, and what comes behind it `end`.
 """
 
 import json
@@ -18,7 +18,7 @@ class Places(losing_ranks.Places):
     """The losses of this rank that are to come, in the places of a fine-tuning."""
 
     def watch(self) -> None:
-        from megatron.finetuning import checkpoint
+        from megatron.finetuning import checkpoint, job
         from megatron.finetuning.lost_ranks import LostRanks
         from megatron.finetuning.report import Report
         from megatron.finetuning.trainer import Trainer
@@ -51,6 +51,7 @@ class Places(losing_ranks.Places):
         around(checkpoint, "save", before=self._of_time("save"))
         around(checkpoint, "replace_folder", before=self._of_time("commit"), after=self._of_time("committed"))
         around(checkpoint, "save_model", before=self._of_time("finish"))
+        around(job, "_end", before=self._of_time("end"))
         around(LostRanks, "_survivors", after=self._of_time("new groups"))
         around(LostRanks, "_hand_over", before=self._of_time("state"))
         around(Report, "batch", after=reported)

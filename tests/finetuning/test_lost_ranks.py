@@ -133,6 +133,27 @@ def test_a_new_process_has_the_reference_of_preferences(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_is_lost_when_all_is_written(tmp_path, what):
+    """The others end well, and the launcher waits for no process that is only stopped."""
+    argv = ["--pipeline_schedule", "flush", "--partition", cases.partition(tmp_path, CLASSES, (0, 1))]
+    job = run(tmp_path, CLASSES, [*argv, *REPLICAS], [[1, "end", 1, what]])
+    job.outcome.assert_succeeded()
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [1]
+    assert cases.weights_of(tmp_path / "job" / "out", CLASSES)
+
+
+@pytest.mark.full
+def test_an_error_of_all_ranks_starts_no_new_process(tmp_path):
+    """A loss that is not finite is found by all of them."""
+    argv = ["--pipeline_schedule", "flush", "--learning_rate", 1e25, "--optim", "sgd", "--max_grad_norm", 0]
+    argv += ["--partition", cases.partition(tmp_path, CLASSES, (0, 1), *argv), *REPLICAS]
+    job = run(tmp_path, CLASSES, argv, [], max_restarts=2)
+    job.outcome.assert_failed_clearly("is not finite", "lower --learning_rate")
+    assert "new process" not in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
 def test_a_job_without_a_stage_ends(tmp_path):
     """Both ranks of a stage are lost: the job ends, and says why."""
     argv = ["--pipeline_schedule", "flush"]

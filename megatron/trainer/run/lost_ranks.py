@@ -87,7 +87,7 @@ class LostRanks(Recovery[Run]):
         """
         num_failed = 0
         while True:
-            run = self._told(partial(self._assembled, program))
+            run = self.told(partial(self._assembled, program))
             alarm = self.membership.alarm
             self._agree_to_build(run)
             are_built = all(json.loads(note) is not None for note in self.epoch.notes.values())
@@ -274,7 +274,7 @@ class LostRanks(Recovery[Run]):
         else:
             if not self.has_state:
                 _take_place(run, next(iter(notes.values())))
-            self._told(partial(self._shards.rebuild, run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks))
+            self.told(partial(self._shards.rebuild, run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks))
         self.has_state = True
         run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
         self._change_program(run, survivors)

@@ -204,11 +204,16 @@ class Recovery(ABC, Generic[_Run]):
         if before is None or before.schedule.num_microbatches == size * self.proved.num_replicas:
             return False
         began = time.monotonic()
-        survivors = self._told(lambda: self.proved.of(before.lost, size))
+        survivors = self.told(lambda: self.proved.of(before.lost, size))
         self._end_engine(run)
         with self._groups.connecting(time.monotonic() - began):
             self._change_program(run, survivors)
         return True
+
+    def end_without_lost(self) -> None:
+        """After a loss behind all work: let the launcher end the lost processes, which may only be stopped. Collective
+        over the remaining ranks."""
+        self.epoch = self.membership.agree("null", patience=PATIENCE)
 
     def confirm(self) -> None:
         """Return once this process is certain to be in the job. See `Membership.confirm`."""
@@ -308,7 +313,7 @@ class Recovery(ABC, Generic[_Run]):
             self._hear(run, notes)
             try:
                 began = time.monotonic()
-                survivors = self._told(lambda notes=notes: self._survivors(run, notes))
+                survivors = self.told(lambda notes=notes: self._survivors(run, notes))
                 with self._groups.connecting(time.monotonic() - began):
                     self._form_groups()
                     reports += self._take_on(run, notes)
@@ -352,7 +357,7 @@ class Recovery(ABC, Generic[_Run]):
         """Form the process group of the epoch's ranks. Collective over these ranks."""
         self._groups.form(self.epoch, self.membership.rank, self.membership.store())
 
-    def _told(self, make: Callable[[], _Made]) -> _Made:
+    def told(self, make: Callable[[], _Made]) -> _Made:
         """The result of `make`, whose ValueError occurs on all ranks and ends the job.
 
         The launcher then restarts no rank.
